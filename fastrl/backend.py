@@ -1,7 +1,7 @@
-"""The choice of the backend for a call: the one named, else the fastest that supports the call.
+"""The choice of the backend for a call: a named backend, or the fastest that supports the call.
 
-The environment variable `FASTRL_BACKEND` and `set_backend` change what `auto` means. Naming a
-backend that cannot run the call raises an error.
+The environment variable `FASTRL_BACKEND` and `set_backend` change what `auto` means. If a named
+backend cannot run the call, an error says why.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class MissingBackendWarning(UserWarning):
-    """Plain PyTorch runs a call that a compiled backend would run if it were installed.
+    """A warning that plain PyTorch runs a call because a compiled backend is not installed.
 
-    Results are the same, but take more time and memory. The warning comes once per process, at the
-    first call with `backend="auto"` that a missing backend would have run. It says what is missing
-    and how to get it. After `set_backend("reference")` it does not come.
+    The results are the same, but take more time and memory. The warning comes once per process, at
+    the first call with `backend="auto"` that a missing backend would have run. It names the missing
+    backends and says how to get them. `set_backend("reference")` silences it.
 
     Examples:
         >>> import warnings
@@ -53,10 +53,10 @@ _default: str = one_of("FASTRL_BACKEND", os.environ.get("FASTRL_BACKEND", "auto"
 
 
 def set_backend(backend: Backend) -> None:
-    """Set the default backend, for all later calls with `backend="auto"`.
+    """Set the default backend of all later calls with `backend="auto"`.
 
     Args:
-        backend: `"auto"` (the fastest that supports the call) or the name of a backend.
+        backend: `"auto"` (the fastest backend that supports the call) or the name of a backend.
 
     Raises:
         TypeError: the name is not a string.
@@ -76,7 +76,7 @@ def set_backend(backend: Backend) -> None:
 
 
 def get_backend() -> Backend:
-    """Return the default backend: the last `set_backend`, else `FASTRL_BACKEND`, else `auto`.
+    """Return the default backend, set by `set_backend` or by `FASTRL_BACKEND`, else `auto`.
 
     Returns:
         `auto` or the name of a backend.
@@ -90,7 +90,7 @@ def get_backend() -> Backend:
 
 
 def unavailable(backend: str) -> str | None:
-    """Return why a backend cannot be used on this machine, as one sentence, or None if it can."""
+    """Return in one sentence why this machine cannot use a backend, or None if it can."""
     if backend == "cpu":
         return native.missing
     if backend == "triton":
@@ -103,13 +103,13 @@ def unavailable(backend: str) -> str | None:
 def refusal(
     backend: str, device: torch.device, dtype: torch.dtype, unsupported: str | None = None
 ) -> str | None:
-    """Return why `backend` cannot run a call on these tensors, or None if it can.
+    """Return the reason why `backend` cannot run a call on these tensors, or None if it can.
 
     Args:
         backend: a concrete backend, not `auto`.
-        device: device of the tensors.
-        dtype: dtype of the tensor that determines the dtype of the arithmetic.
-        unsupported: why no compiled kernel can run this particular call, or None.
+        device: the device of the tensors.
+        dtype: the dtype of the tensor that determines the arithmetic.
+        unsupported: the reason why no compiled kernel can run this particular call, or None.
     """
     if backend == "reference":
         return None
@@ -132,15 +132,16 @@ def resolve(
     *,
     partial: bool = False,
 ) -> str:
-    """Return the concrete backend for a call; see `refusal` for the first four arguments.
+    """Return the concrete backend for a call.
 
     Args:
         backend: a backend or `auto`.
-        device: as in `refusal`.
-        dtype: as in `refusal`.
-        unsupported: as in `refusal`.
-        partial: `auto` may choose a compiled backend although the call is `unsupported`, because
-            its kernels can still do the largest part. A named backend must do the whole call.
+        device: the device of the tensors.
+        dtype: the dtype of the tensor that determines the arithmetic.
+        unsupported: the reason why no compiled kernel can run this particular call, or None.
+        partial: whether `auto` may choose a compiled backend although the call is `unsupported`,
+            because its kernels can still do the largest part. A named backend must do the whole
+            call.
 
     Raises:
         ValueError: the backend is unknown, or it was named and cannot do the call.

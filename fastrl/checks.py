@@ -1,4 +1,4 @@
-"""Argument checks: every error names the argument, what was expected, and what was given."""
+"""Argument checks, whose errors name the argument, the expected value and the given value."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Coefficients(NamedTuple):
 
 
 class ObjectiveArguments(NamedTuple):
-    """An objective as operators take it: enum members as integers, and scalars."""
+    """An objective in the form that operators take: enum members as integers, and scalars."""
 
     surrogate: int
     level: int
@@ -86,7 +86,7 @@ class ObjectiveArguments(NamedTuple):
         return not (corrected and of_policy)
 
     def flat(self) -> tuple[Any, ...]:
-        """Return the arguments of an operator; `torch.compile` of 2.10 needs a plain list."""
+        """Return the arguments of an operator, in a plain list for `torch.compile` of 2.10."""
         return (*self[:-1], [*self.coefficients])
 
 
@@ -132,7 +132,7 @@ class RowArguments(NamedTuple):
 
 
 class TeacherScaling(NamedTuple):
-    """How the logits of a teacher become those of a distribution, as in `RowArguments`."""
+    """Temperature, scale and softcap of a teacher's logits, like those of `RowArguments`."""
 
     teacher_temperatures: Tensor | None  # float32 [B, T]
     teacher_temperature: float

@@ -140,7 +140,7 @@ def _named(name: str, arguments: tuple[object, ...]) -> dict[str, Any]:
 
 
 def _teacher_stats(given: dict[str, Any], real: torch.dtype) -> tuple[Tensor, ...]:
-    """Return divergence, entropy, whether the top tokens agree, and inputs of the backward."""
+    """Return divergence, entropy, agreement of the top tokens, and inputs of the backward."""
     like = given["token_ids"]
     names = ("teacher_hidden", "teacher_logits", "teacher_logprobs")
     if all(given[name] is None for name in names):

@@ -1,4 +1,4 @@
-"""Ctrl-C while the modules of a command load: the command ends at once, without a traceback.
+"""Ctrl-C while a command loads its modules: the command ends at once, without a traceback.
 
 ``python -m fastrl.train.grpo`` imports this package, and torch, before any of its own code runs.
 `fastrl.train.command_line.main` puts Python's handler back.

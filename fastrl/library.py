@@ -1,4 +1,4 @@
-"""The registered operators: each `torch.library` schema and fake, shared by all backends.
+"""The registered operators: their `torch.library` schemas and fakes, shared by all backends.
 
 Every compiled backend implements them in a separate namespace. Groups of arguments come from the
 named tuples in `fastrl/contract.py`. The public functions in `fastrl.ops` pass per-token tensors as
@@ -232,5 +232,5 @@ def arithmetic_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 
 def stored_dtype(parameter: Tensor) -> torch.dtype:
-    """Return the dtype of a gradient until the backward: not float16, which might underflow."""
+    """Return the dtype of a gradient until the backward: not float16, where it might underflow."""
     return torch.float32 if parameter.dtype == torch.float16 else parameter.dtype

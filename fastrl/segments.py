@@ -6,9 +6,9 @@ from torch import Tensor
 
 
 def segments_of(gradient: Tensor) -> tuple[int, int, int] | None:
-    """Return number, length and stride of the contiguous segments that cover a tensor once.
+    """Return number, length and stride of the contiguous segments that cover a tensor exactly once.
 
-    Return None if they have no common stride.
+    Return None if the segments have no common stride.
     """
     dims = sorted(
         (stride, size)

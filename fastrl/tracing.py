@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 
 def is_traced(value: Tensor) -> bool:
-    """Return whether a tensor has no values to read: compiled, exported, fake or in `make_fx`."""
+    """Return whether a tensor has no values yet: compiled, exported, fake or in `make_fx`."""
     return (
         torch.compiler.is_compiling()
         or isinstance(value, FakeTensor)
@@ -20,10 +20,10 @@ def is_traced(value: Tensor) -> bool:
 
 
 def refuse_transforms(function: str) -> None:
-    """Raise inside `torch.func.grad`, `vmap`, `jvp` etc., which have no rules for our gradients.
+    """Raise inside `torch.func.grad`, `vmap`, `jvp` etc., which have no rules for these gradients.
 
     Raises:
-        RuntimeError: called inside a transform.
+        RuntimeError: the call is inside a transform.
     """
     if is_transformed():
         raise RuntimeError(

@@ -168,8 +168,8 @@ def _counted_terms(how: Objective, averaged: bool) -> tuple[list[str], bool]:
         )
     if "entropy" in counted and how.top_entropy_quantile < 1:
         raise ValueError(
-            "entropy_aggregation must be None or token-sum with top_entropy_quantile below 1, because "
-            f"only the loss knows the tokens to count; got {how.entropy_aggregation}"
+            "entropy_aggregation must be None or token-sum with top_entropy_quantile below 1: only "
+            f"the loss knows the tokens to count; got {how.entropy_aggregation}"
         )
     return counted, len(terms) > 1
 

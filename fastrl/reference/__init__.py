@@ -1,4 +1,4 @@
-"""The reference backend: the definition of every op, in eager torch on any device."""
+"""The reference backend: the definition of every op in eager torch, on any device."""
 
 from fastrl.reference.divergence import divergence as divergence
 from fastrl.reference.divergence import divergence_gradient as divergence_gradient

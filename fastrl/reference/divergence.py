@@ -1,13 +1,13 @@
 """The divergence of a student's distribution from a teacher's, and its gradient by the logits.
 
-With the student's q, the teacher's p and m = (1 - beta) q + beta p:
+With the student's distribution q, the teacher's distribution p and m = (1 - beta) q + beta p:
 
     beta = 0:  KL(p || q) = sum p log p/q
     beta = 1:  KL(q || p) = sum q log q/p
     else:      beta KL(p || m) + (1 - beta) KL(q || m)
 
-Each dD/dz_j is d_j - q_j sum d with d_j = q_j dD/dlog q_j, which is q_j - p_j, q_j log q_j/p_j and
-(1 - beta) q_j log q_j/m_j.
+The gradient is dD/dz_j = d_j - q_j sum d, with d_j = q_j dD/dlog q_j: in the three cases q_j - p_j,
+q_j log q_j/p_j and (1 - beta) q_j log q_j/m_j.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class DivergenceTerms(NamedTuple):
 
 
 def divergence_terms(log_q: Tensor, log_p: Tensor, beta: float) -> DivergenceTerms:
-    """Return the terms of log-probabilities of the same events.
+    """Return the terms for two log-probabilities of the same events.
 
     The terms of the two KLs contain q - p, or p - q, besides the logarithm. These sum to 0, but
     keep every term at 0 or above, and an error in a normalizer has no effect to first order. All
@@ -66,7 +66,7 @@ def divergence_terms(log_q: Tensor, log_p: Tensor, beta: float) -> DivergenceTer
 def _mixture_logs(
     distance: Tensor, growth: Tensor, quotient: Tensor, leads: Tensor, beta: float
 ) -> tuple[Tensor, Tensor]:
-    """Return log larger/m and log smaller/m, with all their digits however small a share is."""
+    """Return log larger/m and log smaller/m, accurate however small a share is."""
     of_teacher, of_student = (torch.full_like(distance, share) for share in (beta, 1 - beta))
     share_of_larger = torch.where(leads, of_student, of_teacher)
     share_of_smaller = torch.where(leads, of_teacher, of_student)
@@ -93,7 +93,7 @@ def divergence(
     teacher_stats: RowStats,
     beta: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the divergence, sum d, and whether the same column is the largest in both, `[B, T]`.
+    """Return the divergence, sum d, and whether both have the same largest column, `[B, T]`.
 
     The logits may be a part of the rows behind the statistics: the sums are then over this part.
     """

@@ -66,7 +66,7 @@ def gae(
 
 
 def _longest_first(rewards: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, list[int]]:
-    """Return the sequences, their last tokens, and how many of them have a token at each step."""
+    """Return the sequences, their last tokens, and how many sequences have a token at each step."""
     if cu_seqlens is None:
         sequences, tokens = rewards.shape
         order = torch.arange(sequences, device=rewards.device)

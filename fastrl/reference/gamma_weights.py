@@ -1,4 +1,4 @@
-"""VESPO's weight of a sequence, a gamma density of its importance ratio."""
+"""The weight that VESPO gives to a sequence, a gamma density of its importance ratio."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients that a call computes internally, whatever the caller's autograd mode and hooks."""
+"""Gradients that a call computes internally, in any autograd mode and under any hooks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def inner_graph() -> Iterator[None]:
     overwritten, so these hooks do.
 
     Raises:
-        RuntimeError: a tensor that the gradient needs was modified in place.
+        RuntimeError: the gradient needs a tensor that was modified in place.
     """
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
         yield

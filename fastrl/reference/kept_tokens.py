@@ -1,4 +1,4 @@
-"""The logits of rows that have kept a part of the vocabulary."""
+"""The logits of rows that kept a part of the vocabulary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 def kept_logits(
     logits: Tensor, token_ids: Tensor, kept_ids: Tensor, kept_offsets: Tensor, start: int = 0
 ) -> Tensor:
-    """Return the logits with -inf for all tokens except those that a row has kept, and its own.
+    """Return the logits, with -inf for all tokens except a row's kept tokens and its own token.
 
     A row without kept tokens stays as it is. If the vocabulary is split, `start` is the id of the
     first column.

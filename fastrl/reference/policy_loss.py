@@ -26,7 +26,7 @@ from fastrl.reference.sequences import Sequences, sequences_of
 
 
 class _Inputs(NamedTuple):
-    """Constants of the terms, `[B, T]`, 0 at masked tokens so that their values have no effect."""
+    """Constants of the terms, `[B, T]`, which are 0 at masked tokens."""
 
     old: Tensor
     ref: Tensor | None

@@ -1,4 +1,4 @@
-"""Tokens to drop from the policy term: far from the old policy, or of low entropy."""
+"""Tokens to drop from the policy term: far from the old policy, or with low entropy."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def outside_trust_region(
 
 
 def _largest_squares(x: Tensor, among: Tensor, bound: float) -> Tensor:
-    """Return the fewest largest entries of `among` without which the mean square is in bounds."""
+    """Return the fewest largest entries of `among` whose removal bounds the mean square."""
     squares = torch.where(among, x.square(), torch.inf)
     ordered = squares.flatten().sort().values
     ranks = torch.arange(1, ordered.shape[0] + 1, device=x.device)
@@ -62,10 +62,10 @@ def _largest_squares(x: Tensor, among: Tensor, bound: float) -> Tensor:
 
 
 def top_entropy(entropy: Tensor, mask: Tensor, fraction: float) -> Tensor:
-    """Return which tokens are at or above the (1 - fraction) quantile of entropy, or are NaN.
+    """Return which tokens have an entropy at or above its (1 - fraction) quantile, or NaN.
 
-    The quantile is taken over unmasked tokens and interpolates linearly, as in `torch.quantile`,
-    but works for any number of tokens and without synchronizing with the host.
+    The quantile is taken over unmasked tokens and interpolates linearly, like `torch.quantile`, but
+    works for any number of tokens and does not synchronize with the host.
     """
     if entropy.numel() == 0:
         return mask

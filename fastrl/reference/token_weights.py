@@ -16,7 +16,7 @@ def sequence_weights(
     how: AggregationArguments,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return the weight of an active token of each sequence, `[S]`; `active` is `[B, T]`.
+    """Return the weight of an active token in each sequence, `[S]`; `active` is `[B, T]`.
 
     A mean over sequences ignores sequences without an active token, unless `count_empty` is set.
     """

@@ -22,7 +22,7 @@ def value_error(values: Tensor, returns: Tensor, loss: str) -> Tensor:
 def value_loss(
     values: Tensor, returns: Tensor, old_values: Tensor | None, clip: float | None, loss: str
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss of every token, and where the clipped loss is the larger one."""
+    """Return the loss of every token, and where the clipped loss is larger."""
     if clip is None or old_values is None:
         return value_error(values, returns, loss), torch.zeros_like(values, dtype=torch.bool)
     bounded = clamp(values, old_values - clip, old_values + clip)

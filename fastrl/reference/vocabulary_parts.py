@@ -1,4 +1,4 @@
-"""The statistics of rows whose vocabulary is split over ranks, from those of the parts."""
+"""The statistics of rows whose vocabulary is split over ranks, from statistics of the parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastrl.reference.token_stats import log_sum_exp, shifted_logits, squashed
 
 
 class PartStats(NamedTuple):
-    """The statistics of rows over a rank's part of the vocabulary alone.
+    """The statistics of rows over only a rank's part of the vocabulary.
 
     With t = z - max z over the part: s = sum exp t.
     """
@@ -26,9 +26,9 @@ class PartStats(NamedTuple):
 
 
 def part_stats(logits: Tensor, active: Tensor, own: Tensor, rows: RowArguments) -> PartStats:
-    """Return the statistics of a part, `[B, T]`; `own` says where the token is one of its columns.
+    """Return the statistics of a part, `[B, T]`; `own` marks tokens that are columns of the part.
 
-    A row of -inf alone adds nothing to the whole row.
+    A row with only -inf adds nothing to the whole row.
     """
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     x = torch.where(active[..., None], logits, 0.0).to(dtype)
@@ -54,8 +54,8 @@ def whole_stats(parts: PartStats, rows: RowArguments, active: Tensor, known: Ten
     With d_r = max z_r - max z, w_r = s_r exp d_r and S = sum_r w_r over the parts r:
     log p = z_token - max z - log S,  H = log S - sum_r w_r (log s_r - H_r + d_r) / S.
 
-    The sums are in float64 and in the order of the ranks. `known` says where the token's id is
-    inside the vocabulary; elsewhere the log-probability is NaN.
+    The sums are in float64 and in the order of the ranks. `known` marks tokens whose id is inside
+    the vocabulary; elsewhere the log-probability is NaN.
     """
     dtype = parts.log_sum.dtype
     parts = PartStats._make(field.double() for field in parts)

@@ -1,1 +1,1 @@
-"""The Triton kernels, one module per operator, each imported at the first call of its operator."""
+"""The Triton kernels, one module per operator, imported at the first call of the operator."""

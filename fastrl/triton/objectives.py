@@ -1,6 +1,6 @@
 """The scalar formulas of every surrogate and KL estimator: the Triton counterpart of objectives.h.
 
-Names, order and meaning are as in `csrc/objectives.h`; `fastrl/reference/objectives.py` is the
+Names, order and meaning agree with `csrc/objectives.h`; `fastrl/reference/objectives.py` is the
 definition. A kernel is compiled for one surrogate and one KL estimator, passed to it as functions.
 """
 

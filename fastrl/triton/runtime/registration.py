@@ -53,7 +53,7 @@ _INSTALLED = importlib.util.find_spec("triton") is not None
 
 
 def missing() -> str | None:
-    """Return one sentence on why the Triton kernels cannot run here, or None."""
+    """Return in one sentence why the Triton kernels cannot run here, or None."""
     if not _INSTALLED:
         return "triton is not installed (`pip install triton`)"
     if not torch.cuda.is_available():

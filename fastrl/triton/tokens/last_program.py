@@ -1,4 +1,4 @@
-"""Detection of the last program of a launch to finish, which adds up the results of all."""
+"""Detection of the program of a launch that finishes last and adds up all results."""
 
 import torch
 import triton

@@ -1,9 +1,9 @@
 """The policy loss from log-probabilities: loss, slope per token and every metric.
 
-A program takes a run of tokens (at token level) or one sequence (at the other levels, which read it
-again once its ratio is known) and stores one row of sums. The program that finishes last, found by
-a counter that each call zeroes, adds up the rows in the order of the programs, so two runs agree to
-the bit.
+A program takes a run of tokens (at token level) or one sequence (at the other levels, which read
+the sequence again once its ratio is known) and stores one row of sums. The program that finishes
+last, found by a counter that each call zeroes, adds up the rows in the order of the programs, so
+two runs agree to the bit.
 """
 
 from typing import Any, NamedTuple

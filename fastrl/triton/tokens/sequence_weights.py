@@ -1,4 +1,4 @@
-"""The weight of a valid token of each sequence.
+"""The weight of a valid token in each sequence.
 
 Programs count the valid tokens of a sequence, or of some of its blocks if sequences are few. The
 program that finishes last, found by a counter that each call zeroes, adds up these integer counts

@@ -1,8 +1,8 @@
 """Products of hidden states with some rows of an LM head, and the sums of their gradients.
 
-The ids `[C, K]` are those of rows of the matrix, and one below 0 stands for no row. All sums are in
+The ids `[C, K]` name rows of the matrix, and an id below 0 stands for no row. All sums are in
 float32. The terms of an id are added in order, in blocks of terms sorted by id. The edges of these
-blocks depend on the number of terms alone, so every run gives the same bits.
+blocks depend only on the number of terms, so every run gives the same bits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Loads of a block of a row that give each lane its columns wherever the row begins.
+"""Loads of a block of a row, which give each lane its columns wherever the row begins.
 
 If rows are aligned, a lane reads 16 bytes at a time. Otherwise it reads words of 4 bytes, and
 shifts 16-bit logits that begin in the middle of a word into place. Each word, or 16 bytes, that is
