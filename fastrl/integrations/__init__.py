@@ -1,1 +1,1 @@
-"""Drop-ins for other libraries; each module imports its library only when it is used."""
+"""Drop-ins for other libraries. A module imports its library only when it is used."""

@@ -1,4 +1,4 @@
-"""Act on modules when they are imported, without importing them."""
+"""Hooks that act on modules when these are imported."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 class AfterImport(MetaPathFinder):
     """A hook that calls a function with the name of each module after its import, until `stop()`.
 
-    An error that the function raises is an error of the import. Executing a copy that is not the
-    module of that name in `sys.modules` does not count as an import.
+    An error in the function is an error of the import. Executing a copy of a module that is not in
+    `sys.modules` under its name does not count as an import.
 
     Examples:
         >>> import sys

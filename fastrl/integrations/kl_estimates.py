@@ -1,4 +1,4 @@
-"""Per-token KL estimates of verl and OpenRLHF: k3 is clamped to +-10, the others are not."""
+"""Per-token KL estimates of verl and OpenRLHF, which clamp only k3, to +-10."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Liger's fused GRPO and distillation losses on fastrl: the same constructors, the same calls.
+"""Liger's fused GRPO and distillation losses on fastrl, with the same constructors and calls.
 
 from fastrl.integrations.liger import LigerFusedLinearGRPOLoss, LigerFusedLinearJSDLoss
 """
@@ -32,8 +32,8 @@ TESTED = (
 class LigerFusedLinearGRPOLoss(nn.Module):
     """GRPO and its variants from hidden states and LM head, with Liger's arguments and results.
 
-    It has the losses of Liger's `LigerFusedLinearGRPOLoss` (arXiv 2410.10989), on
-    `linear_policy_loss`. `Objective.preset` has the papers.
+    The losses are those of Liger's `LigerFusedLinearGRPOLoss` (arXiv 2410.10989), computed by
+    `linear_policy_loss`. `Objective.preset` names the papers.
 
     | loss_type | loss of a token | aggregation |
     | --- | --- | --- |
@@ -54,17 +54,17 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         epsilon_low: distance of the lower bound from 1.
         epsilon_high: distance of the upper bound from 1; for cispo the upper bound itself.
         loss_type: a row of the table.
-        max_completion_length: for `dr_grpo`.
+        max_completion_length: the divisor of `dr_grpo`, in tokens.
         importance_sampling_level: `token` or `sequence`.
         sapo_temperature_pos: tau for positive advantages.
-        sapo_temperature_neg: tau for the others.
+        sapo_temperature_neg: tau for all other advantages.
         temperature: divides the logits.
         delta: upper bound of the unclipped ratio, or None.
         use_bias_correction_kl: multiply the KL by the ratio (DeepSeek-V3.2).
         vespo_k_pos: exponent of vespo's weights for advantages of at least 0.
-        vespo_lambda_pos: decay of those weights.
+        vespo_lambda_pos: decay of vespo's weights for advantages of at least 0.
         vespo_k_neg: exponent of vespo's weights for negative advantages.
-        vespo_lambda_neg: decay of those weights.
+        vespo_lambda_neg: decay of vespo's weights for negative advantages.
 
     Raises:
         ValueError: an option is invalid or missing, or two options conflict.
@@ -152,20 +152,22 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         If both `ref_per_token_logps` and `ref_input` are given, the first is used, with a warning.
 
         Args:
-            _input: hidden states, `[B, T, H]`.
+            _input: last hidden states, `[B, T, H]`.
             lin_weight: weight of the LM head, `[V, H]`.
-            selected_token_ids: `[B, T]`.
+            selected_token_ids: integers `[B, T]`: the token that each position predicts.
             attention_mask: 0/1, `[B, T]`: the tokens that count.
-            advantages: `[B]`.
+            advantages: one per sequence, `[B]`.
             bias: `[V]`, or None.
-            ref_per_token_logps: log-probabilities of the reference in nats, `[B, T]`, or None.
-            old_per_token_logps: log-probabilities of the old policy, `[B, T]`; None: on policy.
-            ref_input: hidden states of the reference, `[B, T, H]`, in place of its
+            ref_per_token_logps: log-probabilities under the reference policy in nats, `[B, T]`, or
+                None.
+            old_per_token_logps: log-probabilities under the old policy, `[B, T]`; None means on
+                policy.
+            ref_input: last hidden states of the reference, `[B, T, H]`, which replace its
                 log-probabilities.
             ref_weight: weight of the reference's head, `[V, H]`.
             ref_bias: bias of the reference's head, `[V]`, or None.
-            vllm_is_ratio: `[B, T]`, `[B, 1]` or `[B]`, factors of the policy term, or
-                None; with vespo `[B, T]`, factors of the sequence's ratio.
+            vllm_is_ratio: `[B, T]`, `[B, 1]` or `[B]`, factors of the policy term, or None. With
+                vespo it must be `[B, T]`, and holds factors of the sequence's ratio.
             num_items_in_batch: tokens of the whole batch on all ranks, for dapo, cispo and vespo.
         """
         ids, mask = selected_token_ids, attention_mask

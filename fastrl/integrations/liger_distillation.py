@@ -12,21 +12,21 @@ SUPPORT = [
     Support(
         option="`LigerFusedLinearJSDLoss`, `LigerFusedLinearJSDFunction.apply`",
         handling="fused",
-        note="any `beta`, `weight_hard_loss`, `weight_soft_loss` of at least 0, `ignore_index`, "
-        "biases; `beta` as in `fastrl.Teacher`. The two losses of `return_soft_hard_loss` "
-        "have no gradient; in Liger their gradient is 0",
+        note="any `beta` (defined in `fastrl.Teacher`), `weight_hard_loss`, `weight_soft_loss` of "
+        "at least 0, `ignore_index`, biases. The two losses of `return_soft_hard_loss` have no "
+        "gradient; in Liger their gradient is 0",
     ),
     Support(
         option="a hard loss with a `temperature` other than 1, or with a teacher of more tokens",
         handling="fused",
-        note="one pass for each loss, because they are of different logits, as in Liger",
+        note="one pass for each loss, because the two losses are of different logits, as in Liger",
     ),
     Support(
         option="a teacher with more tokens than the student",
         handling="fused",
         note="as in Liger, the student's missing logits are 0 in the soft loss and take a part of "
-        "its probability. The student's head is copied; `teacher_weight[:V]` compares the tokens "
-        "that both have, without a copy",
+        "its probability. The student's head is copied; `teacher_weight[:V]` compares only common "
+        "tokens, without a copy",
     ),
     Support(
         option="a student with more tokens than the teacher; a negative `weight_soft_loss`",
@@ -44,7 +44,7 @@ SUPPORT = [
 
 
 class LigerFusedLinearJSDFunction:
-    """The `apply` of Liger's autograd function of that name, with its arguments and results."""
+    """The `apply` of Liger's autograd function, with the same arguments and results."""
 
     @staticmethod
     def apply(
@@ -105,7 +105,7 @@ class LigerFusedLinearJSDLoss(nn.Module):
 
     Loss and gradient take one pass over the rows. If the weight of the hard loss is not 0 and the
     temperature is not 1, or the teacher has more tokens than the student, the two losses are of
-    different logits, and each takes a pass.
+    different logits, and each takes one pass.
 
     Args:
         weight_hard_loss: weight of the cross-entropy with the labels.
@@ -168,14 +168,14 @@ class LigerFusedLinearJSDLoss(nn.Module):
         student_bias: Tensor | None = None,
         teacher_bias: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        """Return the loss, fp32, and if asked for the two losses without weights.
+        """Return the loss, fp32, and with `return_soft_hard_loss` the two losses without weights.
 
         Args:
             student_input: hidden states, `[N, H]` or `[B, T, H]`.
             student_weight: the student's LM head, `[V, H]`.
             teacher_input: the teacher's hidden states, `[N, H']` or `[B, T, H']`.
             teacher_weight: the teacher's head, `[V', H']` with V' >= V.
-            true_labels: `[N]` or `[B, T]`.
+            true_labels: integers `[N]` or `[B, T]`: the token that each position predicts.
             student_bias: `[V]`, or None.
             teacher_bias: `[V']`, or None.
         """

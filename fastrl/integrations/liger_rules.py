@@ -35,12 +35,12 @@ SUPPORT = [
         option='`vllm_is_ratio` with `loss_type="vespo"`, of shape `[B]` or `[B, 1]`, or without '
         "`old_per_token_logps`",
         handling="refused",
-        note="the ratio of a token enters the weight of its sequence",
+        note="each token's ratio enters the weight of its sequence",
     ),
     Support(
         option='`importance_sampling_level="sequence"` with `"cispo"`, `"sapo"` or `"vespo"`',
         handling="refused",
-        note="with Liger's message, but in the constructor",
+        note="Liger's error, but raised in the constructor",
     ),
     Support(
         option="`delta` not above `1 + epsilon_high`",

@@ -30,8 +30,8 @@ SUPPORT = [
     Support(
         option="`policy.megatron_cfg.use_fused_linear_logprobs=true` with GRPO, SFT or DPO",
         handling="primitive",
-        note="`from_parallel_hidden_states_to_logprobs`; NeMo RL computes its loss from it. In 0.7 "
-        "the option is `use_linear_ce_fusion_loss`, for SFT and DPO",
+        note="replaces `from_parallel_hidden_states_to_logprobs`, from which NeMo RL computes its "
+        "loss. In 0.7 the option is `use_linear_ce_fusion_loss`, for SFT and DPO",
     ),
     Support(
         option="`fused_linear_logprobs_chunk_size`",
@@ -52,7 +52,7 @@ SUPPORT = [
     Support(
         option="`context_parallel_size > 1`, sequence packing, `top_k`, `top_p`",
         handling="refused",
-        note="as NeMo RL refuses them for its fused log-probabilities",
+        note="NeMo RL itself refuses them for its fused log-probabilities",
     ),
     Support(
         option="a generation `temperature` other than 1",
@@ -74,10 +74,10 @@ SUPPORT = [
 
 
 def use_fastrl() -> Replaced:
-    """Replace NeMo RL's `from_parallel_hidden_states_to_logprobs` with ours, in this process.
+    """Replace NeMo RL's `from_parallel_hidden_states_to_logprobs` in this process.
 
-    The forward that `use_fused_linear_logprobs` gives to Megatron's `GPTModel` calls the function
-    for the loss, for the old and for the reference log-probabilities.
+    With `use_fused_linear_logprobs`, the forward of Megatron's `GPTModel` calls the function for
+    the loss and for old and reference log-probabilities.
 
     Results equal NeMo RL's except for rounding: fastrl sums logits and gradients of the head in
     float32, while NeMo RL rounds the logits, and each chunk of the head's gradient, to its dtype.
@@ -115,16 +115,17 @@ def from_parallel_hidden_states_to_logprobs(
 ) -> Tensor:
     """Return the log-probability of each next token, `[B, S - 1]`, from hidden states and LM head.
 
-    log softmax(h_t W^T)[target_{t+1}] by `linear_token_logprobs`, without storing all logits. The
-    gradient of the hidden states is summed over `tp_group` in float32; the head's gradient covers
-    this rank's rows alone.
+    This is log softmax(h_t W^T)[target_{t+1}], which `linear_token_logprobs` computes without
+    storing all logits. The gradient of the hidden states is summed over `tp_group` in float32; the
+    gradient of the head covers only this rank's rows.
 
     Args:
         tensor_parallel_hidden_states: `[S / R, B, H]` on R ranks: Megatron's layout with sequence
             parallelism, positions in rank order.
         output_weight_layer: the LM head W, `[V, H]`, or this rank's rows of it.
         runtime_gather_output: ignored, as in NeMo RL.
-        target: token ids of the whole vocabulary, `[B, S]`, the same on every rank.
+        target: token ids of the whole vocabulary, `[B, S]`, the same on every rank. They are not
+            shifted: this function shifts them.
         vocab_start_index: id of this rank's first row; its rows follow those of the previous rank.
         vocab_end_index: one past the id of this rank's last row.
         tp_group: the R ranks that share the head and the positions, or None.
@@ -175,7 +176,7 @@ def from_parallel_hidden_states_to_logprobs(
 class _Gathered(torch.autograd.Function):
     """The hidden states of all ranks, `[S, B, H]`.
 
-    Their gradient must be the sum over the ranks already, as `linear_token_logprobs` returns it.
+    Their gradient must already be summed over the ranks, as `linear_token_logprobs` returns it.
     """
 
     @staticmethod

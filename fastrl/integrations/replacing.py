@@ -19,11 +19,11 @@ class Replacement(NamedTuple):
 
     Attributes:
         module: the module that defines the function, `package.some.module`.
-        name: the name there of a function, of a method (`Class.method`), or of the `apply` of an
-            autograd function, whose parameters are those of its `forward` without `ctx`.
-        function: ours, with the same parameters and defaults.
-        optional: True if some versions of the package do not have the function.
-        when_imported: True if `module` needs packages that not every process has, so it is not
+        name: the name of a function in the module, of a method (`Class.method`), or of the `apply`
+            of an autograd function, whose parameters are those of its `forward` without `ctx`.
+        function: fastrl's function, with the same parameters and defaults.
+        optional: whether some versions of the package do not have the function.
+        when_imported: whether `module` needs packages that not every process has. It is then not
             imported for this; the function is replaced as soon as something imports the module.
     """
 
@@ -39,7 +39,7 @@ _REPLACED: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 def original(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Return the package's function that ours currently replaces, or None."""
+    """Return the package's function that fastrl's function replaces at present, or None."""
     return _REPLACED.get(function)
 
 
@@ -111,7 +111,7 @@ class Replaced(Undoable):
 
 
 def _theirs(package: str, item: Replacement) -> _Found | None:
-    """Return the package's function if ours can replace it; None if the package has none."""
+    """Return the package's function if fastrl's can replace it; None if the package has none."""
     where = f"{item.module}.{item.name}"
     try:
         module = importlib.import_module(item.module)
@@ -141,7 +141,7 @@ def _theirs(package: str, item: Replacement) -> _Found | None:
 
 
 def _as_written(function: Any) -> tuple[str, list[str]]:
-    """Return the module of a function, or of the autograd function that it applies; parameters."""
+    """Return module and parameters of a function, or of the autograd function that it applies."""
     owner = getattr(function, "__self__", None)
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
         return owner.__module__, parameters(owner.forward)[1:]

@@ -14,10 +14,11 @@ from typing import Any, Literal, get_args
 Handling = Literal["fused", "primitive", "replaced", "unchanged", "refused"]
 
 MEANINGS: dict[str, str] = {
-    "fused": "loss and gradient in one pass over the hidden states or the logits",
-    "primitive": "fastrl computes log-probabilities and entropies, the trainer its loss",
+    "fused": "fastrl computes loss and gradient in one pass over the hidden states or the logits",
+    "primitive": "fastrl computes log-probabilities and entropies, from which the trainer computes "
+    "its loss",
     "replaced": "fastrl's function replaces the trainer's, with the same arguments",
-    "unchanged": "the trainer's code is used",
+    "unchanged": "the trainer's own code runs",
     "refused": "an error says why, and nothing is changed",
 }
 
@@ -33,8 +34,9 @@ class Support:
         option: the option as a user writes it.
         handling: a key of `MEANINGS`.
         note: the reason, or a remark; part of the error message if the option is refused.
-        applies: returns whether the option is set on a trainer, if the handling depends on it.
-        reason: returns the reason for a trainer on which it is set.
+        applies: a function that returns whether the option is set on a trainer, if the handling
+            depends on it.
+        reason: a function that returns the reason for a trainer on which the option is set.
     """
 
     option: str

@@ -41,7 +41,7 @@ class _Corrected(torch.optim.Optimizer):
 
 
 class EightBitAdamW(_Corrected, AdamW8bit):  # type: ignore[misc]
-    """AdamW with 8-bit moments, or float32 below 4096 elements or for no multiple of 256."""
+    """AdamW with 8-bit moments (float32 below 4096 elements, or if 256 does not divide them)."""
 
 
 class StochasticAdamW(_Corrected, _AdamW):  # type: ignore[misc]
@@ -53,8 +53,8 @@ def _without_zero(moment: Tensor) -> Tensor:
 
     256 neighbors share a scale. torchao rounds a second moment below 1.6e-7 of the largest to 0,
     but keeps the first moment, so only eps limits their quotient, the update. The row of a rare
-    token in the embeddings, next to that of a frequent one, moved by hundreds of learning rates in
-    a step without its token.
+    token in the embeddings, next to the row of a frequent token, moved by hundreds of learning
+    rates in a step without the rare token.
     """
     if isinstance(moment, OptimState8bit) and not moment.signed:
         moment.qmap = moment.qmap.clone()

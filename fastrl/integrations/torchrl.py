@@ -35,7 +35,7 @@ SUPPORT = [
     Support(
         option="`gamma` or `lmbda` per step (`steps_to_next_obs` of `GAE`), or learned",
         handling="unchanged",
-        note="refused if ours is called without `use_fastrl`",
+        note="refused if fastrl's function is called without `use_fastrl`",
     ),
     Support(
         option="TD(0), TD(1), TD(lambda), V-trace; `GRPOLoss` and other loss modules",
@@ -45,10 +45,11 @@ SUPPORT = [
 
 
 def use_fastrl() -> Replaced:
-    """Replace torchrl's `generalized_advantage_estimate` and its vectorized form with ours.
+    """Replace torchrl's `generalized_advantage_estimate` and its vectorized form by fastrl's.
 
-    From then on, torchrl's modules in this process call ours, including the `GAE` estimator. Calls
-    with a gamma or lmbda that is learned or given per step are forwarded to torchrl's function.
+    From then on, torchrl's modules in this process call fastrl's function, including the `GAE`
+    estimator. Calls with a gamma or lmbda that is learned or given per step are forwarded to
+    torchrl's function.
 
     Returns:
         A handle with `undo()` and `names`, which is also a context manager.
@@ -92,7 +93,7 @@ def generalized_advantage_estimate(
         A_t = delta_t + gamma lmbda (1 - done_t) A_{t+1}
         targets_t = A_t + V_t
 
-    with the given value V'_t of the next state. Both are differentiable once.
+    where V'_t is the given value of the next state. Both results are differentiable once.
 
     Args:
         gamma: discount in [0, 1]; a number or a tensor of one element, which is read on the host.
@@ -102,8 +103,8 @@ def generalized_advantage_estimate(
         state_value: V, `[*B, T, F]`.
         next_state_value: V', the shape of V.
         reward: the shape of V.
-        done: 0/1, the shape of V: the trajectory ends here.
-        terminated: 0/1, the shape of V: V' counts as 0; None is `done`.
+        done: 0/1, the shape of V: 1 where the trajectory ends.
+        terminated: 0/1, the shape of V: 1 where V' counts as 0; None means `done`.
         time_dim: the dimension T.
 
     Returns:
@@ -210,7 +211,7 @@ def _torchrls(function: Callable[..., Any], **given: float | Tensor) -> Callable
 
 
 def _numbers(gamma: float | Tensor, lmbda: float | Tensor) -> tuple[float, float]:
-    """Return both as floats; two tensors are read together, to synchronize a GPU only once."""
+    """Return gamma and lmbda as floats; two tensors are read with one GPU synchronization."""
     if isinstance(gamma, Tensor) and isinstance(lmbda, Tensor) and gamma.device == lmbda.device:
         gamma, lmbda = torch.stack([gamma.reshape(()), lmbda.reshape(())]).tolist()
     found = []

@@ -10,8 +10,8 @@ from torch import Tensor
 def hand_over_weights(llm: Any, model: Any) -> None:
     """Give a vLLM engine (0.32) the current weights of a `transformers` model, with LoRA merged.
 
-    `reload_weights` packs the weights for a CPU again; the `load_weights` of the engine's model
-    cannot. To verify that the engine uses them, compare some log-probabilities.
+    `reload_weights` packs the weights for a CPU again, which the `load_weights` of the engine's
+    model cannot. To verify that the engine uses the new weights, compare some log-probabilities.
 
     Args:
         llm: A ``vllm.LLM`` in this process, with the architecture of the model.
@@ -25,7 +25,8 @@ def hand_over_weights(llm: Any, model: Any) -> None:
 def plain_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights by their names in a checkpoint; an adapter is merged.
 
-    Frozen weights are restored to the bit: merging and unmerging would round them in every step.
+    Frozen weights are restored exactly, because merging and unmerging would round them in every
+    step.
     """
     if not hasattr(model, "peft_config"):
         yield from ((name, weight.detach()) for name, weight in model.named_parameters())

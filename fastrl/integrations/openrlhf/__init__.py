@@ -1,4 +1,4 @@
-"""OpenRLHF's losses and advantages, under its names.
+"""OpenRLHF's losses and advantages, under the same names.
 
     from fastrl.integrations.openrlhf import PolicyLoss  # in openrlhf/trainer/ray/ppo_actor.py
     from fastrl.integrations.openrlhf import ValueLoss  # in openrlhf/trainer/ray/ppo_critic.py
@@ -64,8 +64,8 @@ class PolicyLoss(nn.Module):
 
         f = -min(r A, clip(r, 1 - clip_eps_low, 1 + clip_eps_high) A)
 
-    for A < 0 at most -dual_clip A, times the rollout correction. For GSPO (arXiv 2507.18071) r is
-    the geometric mean over the sequence.
+    For A < 0 it is at most -dual_clip A, and it is multiplied by the rollout correction. For GSPO
+    (arXiv 2507.18071) r is the geometric mean over the sequence.
 
     With the arguments of OpenRLHF 0.11.2, `forward` returns (loss, clip_ratio, ppo_kl, vllm_kl,
     is_filter_ratio); with those of 0.11.0 (`enable_vllm_is_correction=...`) it returns the first
@@ -75,17 +75,18 @@ class PolicyLoss(nn.Module):
         clip_eps_low: distance of the lower bound from 1.
         clip_eps_high: distance of the upper bound from 1.
         dual_clip: upper bound c > 1 of the loss for negative advantages, or None.
-        token_level_loss: mean over tokens; False: mean over sequences of token means (always with
-            gspo).
+        token_level_loss: whether to average over tokens; False averages over sequences of token
+            means, and so does gspo always.
         policy_loss_type: `ppo` or `gspo`.
-        is_correction_level: `off`, `token` or `seq`: whether the rollout correction compares tokens
-            or sequences with the threshold.
-        is_correction_mode: `mask` or `clip`: drop the tokens outside the threshold, or clip them.
+        is_correction_level: `off`, `token` or `seq`: whether the threshold of the rollout
+            correction applies to tokens or sequences.
+        is_correction_mode: `mask` drops the tokens outside the threshold, `clip` clips them.
         is_correction_gating: the compared quantity, `ratio`, `binary_kl` or `tv`.
-        is_correction_threshold: (low, high).
-        enable_vllm_is_correction: option of 0.11.0, instead of `is_correction_level`.
-        vllm_is_truncated_threshold: option of 0.11.0, (low, high).
-        vllm_is_correction_type: option of 0.11.0: `tis`, `icepop` or `seq-mask-tis`.
+        is_correction_threshold: the bounds (low, high).
+        enable_vllm_is_correction: the option of 0.11.0 for `is_correction_level`.
+        vllm_is_truncated_threshold: the option of 0.11.0 for the bounds (low, high).
+        vllm_is_correction_type: the option of 0.11.0 for the kind: `tis`, `icepop` or
+            `seq-mask-tis`.
 
     Raises:
         ValueError: an option is invalid, or two options conflict.
@@ -163,12 +164,14 @@ class PolicyLoss(nn.Module):
         """Return (loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio); the last two may be None.
 
         Args:
-            log_probs: log-probabilities of the policy in nats, `[B, T]`.
-            old_log_probs: those of the old policy, computed by the trainer, `[B, T]`.
+            log_probs: log-probabilities under the policy in nats, `[B, T]`.
+            old_log_probs: log-probabilities under the old policy, computed by the trainer,
+                `[B, T]`.
             advantages: `[B, T]`.
-            action_mask: 0/1, `[B, T]`; None is all ones.
-            rollout_log_probs: those of the old policy, computed by the rollout engine, `[B, T]`.
-            dp_size: number of ranks over which gradients are averaged.
+            action_mask: 0/1, `[B, T]`; None means all ones.
+            rollout_log_probs: log-probabilities under the old policy, computed by the rollout
+                engine, `[B, T]`.
+            dp_size: the number of ranks over which gradients are averaged.
             batch_num_tokens: tokens of the global batch; None counts those of this batch.
             global_batch_size: sequences of the global batch; None counts those of this batch.
         """
@@ -210,11 +213,12 @@ class ValueLoss(nn.Module):
 
         max((V - R)^2, (V_old + clip(V - V_old, -clip_eps, clip_eps) - R)^2) / 2
 
-    or (V - R)^2 / 2 without `clip_eps`.
+    Without `clip_eps` it is (V - R)^2 / 2.
 
     Args:
         clip_eps: the clip range of the values, or None.
-        token_level_loss: mean over tokens; False: mean over sequences of token means.
+        token_level_loss: whether to average over tokens; False averages over sequences of token
+            means.
 
     Examples:
         >>> import torch
@@ -239,7 +243,7 @@ class ValueLoss(nn.Module):
         batch_num_tokens: float | None = None,
         global_batch_size: float | None = None,
     ) -> Tensor:
-        """Return the loss; the arguments are as in `PolicyLoss`."""
+        """Return the loss; `PolicyLoss` describes the arguments."""
         return fastrl.value_loss(
             values,
             returns,
@@ -256,12 +260,12 @@ class ValueLoss(nn.Module):
 def log_probs_from_logits(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
     """Return the log-probabilities of labels, log softmax(logits / temperature)[label].
 
-    By `token_logprobs`, which leaves the logits as they are; OpenRLHF's function divides them by
-    the temperature in place.
+    `token_logprobs` computes them and leaves the logits as they are; OpenRLHF's function divides
+    the logits by the temperature in place.
 
     Args:
         logits: `[..., V]`.
-        labels: token ids, `[...]`.
+        labels: integers `[...]`: the token that each position predicts.
         temperature: above 0.
 
     Returns:
@@ -292,13 +296,13 @@ def compute_approx_kl(
     """Return a KL estimate per token, k1, k2 or k3 of `kl_divergence`, clamped to +-10.
 
     Args:
-        log_probs: log-probabilities of the policy in nats, any shape.
-        log_probs_base: log-probabilities of the reference, the same shape.
-        log_probs_old: log-probabilities of the policy that sampled, the same shape, or None.
+        log_probs: log-probabilities under the policy in nats, of any shape.
+        log_probs_base: log-probabilities under the reference policy, of the same shape.
+        log_probs_old: log-probabilities under the policy that sampled, of the same shape, or None.
         kl_estimator: `k1`, `k2` or `k3`.
-        unbiased_gradient: keep the value, but take the gradient of w k2 with the detached weight
-            w = min(exp(log_probs - log_probs_old), 10), whose expectation is the gradient of the
-            KL.
+        unbiased_gradient: whether to keep the value, but take the gradient of w k2 with the
+            detached weight w = min(exp(log_probs - log_probs_old), 10), whose expectation is the
+            gradient of the KL.
 
     Returns:
         The estimates in nats, fp32, the shape of `log_probs`.
@@ -342,7 +346,7 @@ def get_advantages_and_returns(
     Args:
         values: `[B, T]`.
         rewards: `[B, T]`.
-        action_mask: 0/1, `[B, T]`; None is all ones.
+        action_mask: 0/1, `[B, T]`; None means all ones.
         gamma: discount per token, in [0, 1].
         lambd: trace decay per token, in [0, 1].
 

@@ -20,7 +20,7 @@ class RolloutGate(NamedTuple):
     | `seq` | `mask` | `ratio` | the ratio, 0 if the geometric mean over the sequence is outside |
     | `token`, `seq` | `mask` | `binary_kl`, `tv` | the ratio, 0 if that divergence is outside |
 
-    Log-ratios saturate at +-80, as in a `RolloutCorrection`.
+    Log-ratios saturate at +-80, like those of a `RolloutCorrection`.
 
     Raises:
         ValueError: a field is invalid, or two fields conflict.
@@ -98,7 +98,7 @@ class RolloutGate(NamedTuple):
     def _statistic(
         self, log_ratio: Tensor, old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor
     ) -> Tensor:
-        """Return the quantity to compare with the threshold, `[B, T]`, or `[B, 1]` by sequence."""
+        """Return the quantity to compare with the threshold, `[B, T]`, or `[B, 1]` per sequence."""
         statistic = log_ratio
         if self.gating != "ratio":
             p, q = (x.exp().clamp(1e-6, 1 - 1e-6) for x in (rollout_log_probs, old_log_probs))

@@ -1,4 +1,4 @@
-"""Attention within each sequence of a packed row, without a mask of the whole row.
+"""Attention within each sequence of a packed row, without a mask over the whole row.
 
 A packed row ``[1, L]`` holds several sequences one after another. The masks that `transformers`
 builds for it take L^2 bytes. Here `scaled_dot_product_attention` runs on each sequence, or on
@@ -33,7 +33,7 @@ class Span(NamedTuple):
 
 
 class Block(NamedTuple):
-    """S spans that are attended to together, with shorter ones padded at the end to T tokens.
+    """S spans that are attended to together; shorter spans are padded at the end to T tokens.
 
     The mask is causal, so no token attends to the padding behind it.
     """
@@ -188,7 +188,7 @@ def _by_span(heads: Tensor, spans: int) -> Tensor:
 
 
 def _groups(spans: list[Span]) -> Iterator[list[Span]]:
-    """Yield neighbors of similar lengths with prefixes of one length, or one long span."""
+    """Yield neighbors of similar lengths with prefixes of equal length, or one long span."""
     group: list[Span] = []
     for span in spans:
         if group and not _fits(group, span):

@@ -34,15 +34,16 @@ Result = TypeVar("Result")
 
 
 def last_hidden_states(model: nn.Module, **inputs: Any) -> Tensor:
-    """Return the input of the LM head: the backbone's last hidden states.
+    """Return the backbone's last hidden states, the input of the LM head.
 
     Only the backbone is called, not the causal language model or a wrapper around it. Hooks
-    (`register_forward_hook`, ...) on the latter do not fire; hooks on the backbone and its layers
-    do.
+    (`register_forward_hook`, ...) on the causal language model or a wrapper do not fire; hooks on
+    the backbone and its layers do.
 
     Args:
         model: a `transformers` causal language model, or a wrapper around one (PEFT, DDP, ...).
-        **inputs: `input_ids`, `attention_mask`, `position_ids`, ... as the model takes them.
+        **inputs: the model's own keyword arguments: `input_ids`, `attention_mask`, `position_ids`,
+            ...
 
     Returns:
         Hidden states `[B, T, H]` in the dtype of the model.
@@ -76,7 +77,7 @@ def inside_forward(
 ) -> Result:
     """Return `function(hidden, head)`, called in the forward of the model and of its LM head.
 
-    There, and only there, DDP reduces gradients, and the parameters of the head are whole under
+    DDP reduces gradients only there, and only there the parameters of the head are whole under
     FSDP1, FSDP2 and ZeRO-3. All ranks must make the call together, as with any forward. The result
     of `function` passes through the forward of the wrappers and their hooks, so tensors that need a
     gradient must be the result itself or inside a tuple, list or dict. `function` must not call the
@@ -86,16 +87,16 @@ def inside_forward(
 
     Args:
         model: a `transformers` causal language model, as its wrappers returned it.
-        function: takes the last hidden states `[B, T, H]` and the `LmHead`.
-        **inputs: `input_ids`, `attention_mask`, ... as the model takes them.
+        function: a function of the last hidden states `[B, T, H]` and the `LmHead`.
+        **inputs: the model's own keyword arguments: `input_ids`, `attention_mask`, ...
 
     Returns:
         The result of `function`.
 
     Raises:
         TypeError: `function` is not callable.
-        ValueError: as in `lm_head`; the autocast of accelerate would be lost; or `adapter_names`
-            chooses an adapter for each row.
+        ValueError: `lm_head` does not support the head, the autocast of accelerate would be lost,
+            or `adapter_names` chooses an adapter for each row.
         RuntimeError: `function` calls the model.
 
     Examples:
@@ -136,7 +137,7 @@ def inside_forward(
 def call_with_forward(model: nn.Module, forward: Callable[..., Result], **inputs: Any) -> Result:
     """Call a model with another forward in the causal language model inside its wrappers.
 
-    A `torch.compile` around it is bypassed.
+    A `torch.compile` around the model is bypassed.
     """
     results: list[Result] = []
 
@@ -192,7 +193,7 @@ def inside_head(
 
 
 class _Once:
-    """A guard that raises if a forward is called while it runs: the recursion would not end."""
+    """A guard that raises if a forward is called while it runs, which would recurse forever."""
 
     def __init__(self) -> None:
         self._runs = False
@@ -245,7 +246,7 @@ def _refuse_adapters_of_rows(inputs: dict[str, Any]) -> None:
 
 
 def _refuse_lost_autocast(causal: nn.Module) -> None:
-    """Refuse a model whose forward accelerate has replaced by one under autocast."""
+    """Refuse a model whose forward accelerate has put under autocast."""
     device = next(causal.parameters()).device.type
     if "_original_forward" in causal.__dict__ and not torch.is_autocast_enabled(device):
         raise ValueError(

@@ -16,11 +16,11 @@ class LmHead(NamedTuple):
     """An LM head: logits = softcap(logit_scale * (hidden weight^T + bias)).
 
     Attributes:
-        weight: `[V, H]`.
-        bias: `[V]`, or None.
+        weight: the LM head, `[V, H]`.
+        bias: the bias of the head, `[V]`, or None.
         lora: (A `[r, H]`, B `[V, r]`, scale) of a LoRA adapter on the head, or None.
-        logit_scale: factor on the logits.
-        logit_softcap: softcap of the scaled logits, or None.
+        logit_scale: multiplies the logits.
+        logit_softcap: the c of c * tanh(x / c), which bounds scaled logits x, or None.
 
     Examples:
         >>> import torch, fastrl
@@ -58,7 +58,7 @@ def lm_head(model: nn.Module) -> LmHead:
         model: a `transformers` causal language model, or a wrapper around one (PEFT, DDP, ...).
 
     Returns:
-        The head, whose tensors are the model's.
+        The head, which shares its tensors with the model.
 
     Raises:
         ValueError: the head is not an `nn.Linear`, its adapter is not plain LoRA, the model's

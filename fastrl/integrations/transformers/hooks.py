@@ -1,4 +1,4 @@
-"""Hooks on modules: those of the user, and those of the libraries that shard and wrap models."""
+"""Hooks on modules, of the user and of the libraries that shard and wrap models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's logits of random last hidden states, and those of its linear layer alone."""
+"""A model's logits from random last hidden states, and the output of its linear layer alone."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class RandomRows:
         return forward
 
     def _outputs(self) -> Any:
-        """Return the outputs of a backbone: every field a model may read, None but the states."""
+        """Return the outputs of a backbone, in which all fields but the states are None."""
         from transformers.modeling_outputs import BaseModelOutputWithPast
 
         class Outputs(BaseModelOutputWithPast):

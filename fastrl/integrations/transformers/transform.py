@@ -41,7 +41,7 @@ class Transform(NamedTuple):
     """A transform of logits: softcap(logit_scale * logits).
 
     Attributes:
-        logit_scale: a factor.
+        logit_scale: multiplies the logits.
         logit_softcap: `c` of `c tanh(logits / c)`, or None.
     """
 
@@ -70,7 +70,8 @@ def transform_of(model: nn.Module) -> Transform:
     """Return the transform of a causal language model; compare it first if the model is whole.
 
     Raises:
-        ValueError: as in `prove`, or the model is being traced and has not been compared.
+        ValueError: the model's logits differ from every transform that its attributes may mean, or
+            the model is being traced and has not been compared.
     """
     causal = causal_model(model)
     candidates = _candidates(causal)
@@ -122,7 +123,7 @@ def prove(model: nn.Module) -> Transform:
 
 
 def _distance(expected: Tensor, logits: Tensor, rounding: float) -> float:
-    """Return the distance between logits, of which rounding explains 1."""
+    """Return the distance between logits, in units that rounding explains."""
     if expected.shape != logits.shape or not torch.equal(expected.isfinite(), logits.isfinite()):
         return math.inf
     # the product, scale, division by the cap, tanh and factor round once, by half of `rounding`
@@ -155,7 +156,7 @@ def _refuse(
 
 
 def _candidates(causal: nn.Module) -> tuple[Transform, ...]:
-    """Return the transforms that a model's attributes may mean, the likeliest first."""
+    """Return the transforms that a model's attributes may mean, likeliest first."""
     scales = [
         1 / value if divides else value
         for name, divides in _SCALES
@@ -168,7 +169,7 @@ def _candidates(causal: nn.Module) -> tuple[Transform, ...]:
 
 
 def _numbers(causal: nn.Module, name: str) -> list[float]:
-    """Return the values of a number in the model and its configuration: either may be read."""
+    """Return the values of a number in the model and its configuration, as either may be read."""
     config = causal.config.get_text_config()  # type: ignore[union-attr, operator]
     values = (causal.__dict__.get(name), getattr(config, name, None))
     numbers = [x for x in values if isinstance(x, int | float) and not isinstance(x, bool)]
@@ -178,7 +179,7 @@ def _numbers(causal: nn.Module, name: str) -> list[float]:
 def vocabulary_of(causal: nn.Module) -> int | None:
     """Return how many rows of the head give logits, if the configuration says that it is padded.
 
-    Inkling's head is.
+    Inkling's head is padded.
     """
     count = getattr(causal.config.get_text_config(), "unpadded_vocab_size", None)  # type: ignore[union-attr, operator]
     return count if isinstance(count, int) else None

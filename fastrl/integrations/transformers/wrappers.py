@@ -33,7 +33,7 @@ def backbone(model: nn.Module) -> nn.Module:
         The module.
 
     Raises:
-        ValueError: the model is no causal language model.
+        ValueError: the model is not a causal language model.
 
     Examples:
         >>> import transformers
@@ -64,7 +64,7 @@ def causal_model(model: nn.Module) -> nn.Module:
     """Return the causal language model inside its wrappers.
 
     Raises:
-        ValueError: the model is none.
+        ValueError: the model is not a causal language model.
     """
     *_, causal = wrappers(model)
     if not hasattr(causal, "get_output_embeddings") or not hasattr(causal, "config"):
@@ -105,7 +105,7 @@ def unwrapped_once(model: nn.Module) -> nn.Module | None:
 
 
 def _what_is_compiled(model: nn.Module) -> nn.Module:
-    """Return the module that `torch.compile` was given: DDP's wrapper, for example.
+    """Return the module that was passed to `torch.compile`, for example DDP's wrapper.
 
     It is not always `_orig_mod`, in which accelerate's `unwrap_model` puts the module inside DDP.
     """
@@ -125,7 +125,7 @@ def is_fsdp1(model: nn.Module) -> bool:
 
 
 def _names(model: nn.Module) -> set[str]:
-    """Return the names of a module's types: DeepSpeed's cannot be imported everywhere."""
+    """Return the names of a module's types, because DeepSpeed cannot be imported everywhere."""
     return {kind.__name__ for kind in type(model).__mro__}
 
 

@@ -18,8 +18,8 @@ from fastrl.integrations.trl.trainers import SUPPORT as SUPPORT
 from fastrl.integrations.trl.trainers import handle_of
 
 TESTED = (
-    "Tested with TRL 1.15 and 1.16 on `GRPOTrainer` and `RLOOTrainer` instances, with TRL 1.16 on "
-    "those of the other trainers."
+    "Tested on instances of `GRPOTrainer` and `RLOOTrainer` with TRL 1.15 and 1.16, and of the "
+    "other trainers with TRL 1.16."
 )
 
 
@@ -35,8 +35,8 @@ def use_fastrl(
     `docs/support.md` lists the trainers and their options. In the fused loss of `GRPOTrainer` and
     `RLOOTrainer`, log-ratios saturate at 80 (both log-ratios of the bias-corrected KL at 40), where
     TRL's overflow: a run that has diverged continues with finite gradients instead of NaN. The
-    metric `fastrl/saturated_ratio_fraction` is the share of such tokens; the first batch that has
-    any gives a RuntimeWarning.
+    metric `fastrl/saturated_ratio_fraction` is the share of saturated tokens; the first batch with
+    such a token gives a RuntimeWarning.
 
     Hooks on the LM head do not fire, as in TRL, because the head computes no logits. If there are
     any, a UserWarning says so.
@@ -45,18 +45,18 @@ def use_fastrl(
         trainer: an instance of a supported trainer, before `train()`.
         fused: None computes loss and gradient in one pass where `docs/support.md` says so; True
             requires it; False replaces only log-probabilities and entropies.
-        replay_kept_tokens: compute old, reference and new log-probabilities over the tokens that
-            `top_p`, `top_k` or `min_p` kept when `transformers` sampled each token. They are then
-            those of the sampler; TRL's are over the whole vocabulary.
+        replay_kept_tokens: whether to compute old, reference and new log-probabilities over the
+            tokens that `top_p`, `top_k` or `min_p` kept when `transformers` sampled each token.
+            They are then the sampler's log-probabilities; TRL's are over the whole vocabulary.
         backend: `auto`, or the backend for the chunks.
 
     Returns:
-        A `Handle` with `undo()`, which is also a context manager. `fused` says whether the loss is
-        fused, and `reason` why not.
+        A `Handle` with `undo()`, which is also a context manager. `fused` tells whether the loss is
+        fused, and `reason` why it is not.
 
     Raises:
         TypeError: `trainer` is of another class; the message names the function that fits it.
-        ValueError: something about the trainer is not supported; the trainer is unchanged.
+        ValueError: the trainer or one of its options is not supported; the trainer is unchanged.
 
     Examples:
         >>> from fastrl.integrations.trl import use_fastrl

@@ -48,17 +48,16 @@ SUPPORT: tuple[Support, ...] = (
         option="`DistillationTrainer`, any `beta`, `temperature`, accumulation, tokens written by "
         "tools, images, evaluation, LoRA, a teacher of another width",
         handling="fused",
-        note="the gradient is computed in the forward: the logits of both models once, where TRL "
-        "computes them again in the backward. As in TRL, the head multiplies in the dtype of its "
-        "parameters: TRL 1.16 loses the autocast of accelerate there. Under DDP with "
-        "`torch_compile=True` TRL 1.16 does not average the gradients of the ranks, with fastrl or "
-        "without",
+        note="the logits of both models are computed once; TRL computes them again in the "
+        "backward. The head multiplies in the dtype of its parameters, because TRL 1.16 loses "
+        "accelerate's autocast there. Under DDP with `torch_compile=True`, TRL 1.16 does not "
+        "average gradients over ranks, with fastrl or without",
     ),
     Support(
         option="a subclass, or a patched instance, of another trainer than `GRPOTrainer` and "
         "`RLOOTrainer` with a loss that is not TRL's (`ServerDistillationTrainer`, ...)",
         handling="refused",
-        note="its own loss would not be called",
+        note="the trainer's own loss would not be called",
     ),
 )
 
@@ -152,12 +151,12 @@ def distillation_loss(
     """Return the divergences divided by the normalizer, and the sum of the student's entropies.
 
     Args:
-        student: hidden states of the tokens `[B, K, H]`, and the head.
-        teacher: those of the teacher, whose H may differ.
+        student: the student's hidden states `[B, K, H]` that predict the tokens, and its head.
+        teacher: the teacher's hidden states and head; H may differ.
         mask: 0/1, `[B, K]`.
         normalizer: the divisor of the sum over the tokens.
-        beta: selects the divergence, as in `Teacher`.
-        temperature: of both distributions.
+        beta: selects the divergence, in [0, 1]; see `Teacher`.
+        temperature: divides the logits of both models.
         backend: `auto`, or the backend for the chunks.
     """
     result = fastrl.linear_policy_loss(

@@ -1,8 +1,8 @@
 """A model whose forward answers TRL's `fused_lm_head=True` with fastrl.
 
 TRL gives the causal language model of a trainer a forward that returns log-probabilities of the
-labels instead of logits (`add_fused_lm_head`). This one replaces it, so that it serves every caller
-of the model, in any wrapper.
+labels instead of logits (`add_fused_lm_head`). fastrl replaces this forward, and so serves every
+caller of the model, in any wrapper.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class FusedForward:
     Attributes:
         causal: the causal language model.
         forward: the new value of its attribute `forward`.
-        undone: if True, all calls go to TRL's forward, even from wrappers that have kept this one.
+        undone: whether all calls go to TRL's forward, even from wrappers that have kept this one.
         calls: the number of calls that fastrl has answered.
     """
 
@@ -59,14 +59,14 @@ class FusedForward:
 
         Args:
             trainer: the trainer, whose precision is used.
-            model: its model, or its reference model, in any wrapper.
+            model: its model or reference model, in any wrapper.
             wanted: the outputs of `token_outputs` that TRL reads.
             compiled: the compiled backbones of the trainer's models.
-            temperature: of the distribution.
-            backend: as in `use_fastrl`.
+            temperature: divides the logits.
+            backend: `auto`, or the backend for the chunks.
 
         Raises:
-            ValueError: the model has no forward with `fused_lm_head`, or already fastrl's.
+            ValueError: the model has no forward with `fused_lm_head`, or already has fastrl's.
         """
         self.undone = False
         self.calls = 0
@@ -149,9 +149,10 @@ def answer(
         run: its backbone, or a function that calls it.
         score: `token_outputs` of given tokens.
         *arguments: arguments of the backbone.
-        labels: `[B, T]`; each position predicts the label of the next, and -100 is left out.
+        labels: `[B, T]`; each position predicts the label of the next position, and -100 is left
+            out.
         shift_labels: `[B, T]`, the label that each position predicts.
-        num_items_in_batch: divisor of the loss; None is the number of labels.
+        num_items_in_batch: the divisor of the loss; None means the number of labels.
         **inputs: keyword arguments of the backbone.
     """
     from trl.trainer.utils import FusedCausalLMOutput

@@ -1,8 +1,8 @@
 """TRL's experimental `GKDTrainer`, and `GOLDTrainer` for one tokenizer, on fastrl.
 
 Their `compute_loss` calls student and teacher for the logits of all tokens. The instance gets
-another one, which computes the divergence and its gradient inside the forwards of both, without
-logits.
+another method, which computes the divergence and its gradient inside the forwards of both models,
+without logits.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def _compares_tokenizers(trainer: Any) -> bool:
 _ULD = Support(
     option="`GOLDTrainer` with `use_uld_loss=True`",
     handling="refused",
-    note="the loss compares sorted probabilities of two vocabularies, or those of tokens matched "
-    "by name, for which fastrl has no function",
+    note="the loss compares sorted probabilities of two vocabularies, or probabilities of tokens "
+    "matched by name; fastrl has no function for either",
     applies=_compares_tokenizers,
 )
 
@@ -41,8 +41,8 @@ SUPPORT: tuple[Support, ...] = (
         option="`GKDTrainer` and `GOLDTrainer` of `trl.experimental`, any `beta`, `lmbda`, "
         "`temperature`, accumulation, `seq_kd`, LoRA, a teacher of another width",
         handling="fused",
-        note="without the logits of either model. With `compute_metrics`, which gets logits, TRL "
-        "computes the loss of evaluations",
+        note="without the logits of either model. With `compute_metrics`, which needs logits, TRL "
+        "computes the evaluation loss",
     ),
     _ULD,
 )
@@ -93,8 +93,9 @@ def mean_divergence(
         model: the student, as the trainer calls it.
         inputs: keyword arguments of both models.
         mask: 0/1 of the last K tokens, `[B, K]`.
-        count: the tokens of all micro-batches and ranks; None counts those in the mask.
-        temperature: of both distributions.
+        count: the number of tokens in all micro-batches and ranks; None counts the tokens in the
+            mask.
+        temperature: divides the logits of both models.
         backend: `auto`, or the backend for the chunks.
     """
     if count is None:

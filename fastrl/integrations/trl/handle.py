@@ -1,4 +1,4 @@
-"""Shared by the adapters of TRL's trainers: a handle with an undo, and checks of their models."""
+"""A handle with an undo, and checks of models, for all adapters of TRL's trainers."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Handle(Undoable):
 
     Attributes:
         fused: whether fastrl computes loss and gradient in one pass.
-        reason: why it does not, or None.
-        undone: whether `undo` has been called. A replaced method that was wrapped since then is not
-            found by `undo`, so it checks this and calls the previous method.
+        reason: why it does not do so, or None.
+        undone: whether `undo` has been called. If a replaced method was wrapped since then, `undo`
+            does not find it, so the method checks this and calls the previous method.
 
     Examples:
         >>> from fastrl.integrations.trl import use_fastrl
@@ -125,7 +125,7 @@ def check_models(
     Args:
         trainer: the trainer that has the models.
         backend: the backend that the user asked for.
-        names: attributes of the trainer; those that are missing or None are left out.
+        names: attributes of the trainer; missing ones and None are left out.
         rules: the rules that refuse trainers of this kind.
 
     Raises:

@@ -1,7 +1,7 @@
 """TRL's experimental `IWOPDTrainer` on fastrl.
 
 Its `compute_loss` calls student and teacher for the logits of all tokens. The instance gets another
-one. For sampled tokens it computes log-probabilities, which TRL's code weights; for whole
+method. For sampled tokens it computes log-probabilities, which TRL's code weights; for whole
 distributions it computes the divergence with its gradient.
 """
 
@@ -39,16 +39,17 @@ _REFUSED = (
     Support(
         option="`IWOPDTrainer` with `use_teacher_server=True`",
         handling="refused",
-        note="its teacher is a server; `fastrl.linear_policy_loss` takes advantages from its "
-        "log-probabilities, `fastrl.linear_divergence` a `fastrl.Teacher.from_top_k` of its tokens",
+        note="its teacher is a server. `fastrl.linear_policy_loss` takes advantages from the "
+        "server's log-probabilities, and `fastrl.linear_divergence` a `fastrl.Teacher.from_top_k` "
+        "of its tokens",
         applies=lambda t: bool(t.use_teacher_server),
     ),
     Support(
         option='`IWOPDTrainer` with `distillation_objective="jsd"` and `loss_top_k > 0`, TRL\'s '
         "default",
         handling="refused",
-        note="the divergence over a few tokens needs the likeliest tokens of both models first; "
-        "`loss_top_k=0` is over all, and `fastrl.linear_divergence` compares with a "
+        note="a divergence over a few tokens first needs the likeliest tokens of both models. "
+        "`loss_top_k=0` covers all tokens, and `fastrl.linear_divergence` compares with a "
         "`fastrl.Teacher.from_top_k`",
         applies=lambda t: not _is_of_tokens(t) and t.loss_top_k > 0,
     ),
@@ -115,7 +116,7 @@ class IwOpdHandle(LossHandle):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], count: Tensor | int | None
     ) -> Tensor:
-        """Return the loss of a batch, for which TRL logs its metrics."""
+        """Return the loss of a batch; TRL logs its metrics."""
         trainer = self._trainer
         trainer._raise_if_local_teacher_tokenizer_mismatch()
         start = trainer._compute_prompt_length(inputs)

@@ -1,7 +1,7 @@
 """TRL's trainers that compute log-probabilities from whole logits, on fastrl without them.
 
-One method of the instance is replaced: the one that calls the model. The code that uses the
-log-probabilities remains TRL's: its loss, its rewards and its metrics.
+Only the method of the instance that calls the model is replaced. TRL's own code uses the
+log-probabilities for its loss, rewards and metrics.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PROMPTS = Support(
     option="`CPOTrainer`, `ORPOTrainer`, `A2POTrainer`, `OnlineDPOTrainer` with prompt or prefix "
     "tuning (`peft`)",
     handling="refused",
-    note="the model returns more positions than there are tokens, for which TRL has no place",
+    note="the model returns more positions than there are tokens, which TRL does not expect",
     applies=lambda t: _learns_a_prompt(t.model),
 )
 
@@ -38,13 +38,12 @@ SUPPORT: tuple[Support, ...] = (
     Support(
         option="`CPOTrainer` (SimPO, AlphaPO) and `ORPOTrainer`, every `loss_type`",
         handling="primitive",
-        note="where TRL computes whole logits. Their mean, a metric, is computed as for "
-        "`DPOTrainer`",
+        note="without TRL's whole logits. Their mean, a metric, is computed as for `DPOTrainer`",
     ),
     Support(
         option="`A2POTrainer`, `OnlineDPOTrainer`",
         handling="primitive",
-        note="where TRL computes whole logits; generation is TRL's",
+        note="without TRL's whole logits. TRL generates the completions",
     ),
     _PROMPTS,
 )
@@ -113,8 +112,8 @@ class LogitsHandle(Handle):
             model: the policy or the reference, in its wrappers.
             token_ids: `[B, T]`, the token that each position predicts; -100 is left out.
             inputs: keyword arguments of the model.
-            names: outputs of `token_outputs`.
-            mean_of_all: as in `token_outputs`.
+            names: names of outputs of `token_outputs`.
+            mean_of_all: whether `mean_logits` are computed even where a token is -100.
         """
         prove(model)
         causal = causal_model(model)
@@ -158,7 +157,7 @@ def _online_dpo(
     completion_mask: Tensor,
     vision_inputs: dict[str, Any] | None = None,
 ) -> Tensor:
-    """Return log-probabilities of all completion tokens, `[B, K]`: TRL adds up padding, too."""
+    """Return log-probabilities of all completion tokens, `[B, K]`, as TRL adds up padding, too."""
     prompt, count = prompt_ids.shape[1], completion_ids.shape[1]
     if vision_inputs is None:  # TRL truncates on the left
         cut = max(prompt + count - handle.trainer.max_length, 0)

@@ -132,7 +132,7 @@ def _unscored(logprobs: Tensor, inputs: dict[str, Any]) -> Tensor:
 def normalizers(
     trainer: Any, inputs: dict[str, Any], objective: Objective
 ) -> dict[str, float | Tensor]:
-    """Return TRL's global counts: of tokens, or of sequences, empty ones included."""
+    """Return TRL's global counts of tokens, or of sequences including empty ones."""
     parts = accumulated(trainer)
     tokens = loss_mask(inputs).sum().clamp(min=1.0) * parts
     sequences = inputs["completion_mask"].shape[0] * parts
@@ -150,7 +150,7 @@ def normalizers(
 
 
 def _correction(trainer: Any, inputs: dict[str, Any]) -> Tensor | None:
-    """Return the ratio between trainer and vLLM, a factor of the policy term alone."""
+    """Return the ratio between trainer and vLLM, a factor of only the policy term."""
     if not (trainer.use_vllm and trainer.vllm_importance_sampling_correction):
         return None
     ratio: Tensor = inputs["importance_sampling_ratio"]  # [B, K], or [B, 1] per sequence

@@ -2,8 +2,8 @@
 
 Two methods of the instance are replaced: `_get_per_token_logps_and_entropies`, which runs TRL's own
 method on a model whose forward uses fastrl, and, if the configuration allows it, `_compute_loss`.
-TRL's code still logs the metrics, from fastrl's log-probabilities and entropies. One metric is
-added: the share of log-ratios that saturate in the fused loss where TRL's would overflow.
+TRL's code still logs the metrics, from fastrl's log-probabilities and entropies. fastrl adds one
+metric, the share of log-ratios that saturate in the fused loss where TRL's would overflow.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The tokens that a TRL trainer's sampler kept, from generation to the loss.
 
 `transformers` samples from the tokens that its logits processors leave. One more processor at the
-end records these sets, TRL shuffles and splits them with the rest of a batch, and its scores are
-taken over them.
+end records these sets. TRL shuffles and splits them with the rest of a batch, and log-probabilities
+are computed over them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _TAKING_OUT = frozenset(
 
 
 class Replay:
-    """A record of the sets of a trainer's completions, with those of the batch that is scored.
+    """A record of the sets of a trainer's completions, and of the batch that is scored.
 
     Attributes:
         methods: the replaced methods of the trainer, by name.
@@ -83,9 +83,9 @@ class Replay:
         }
 
     def undo(self) -> None:
-        """Let the methods call TRL's from now on, wherever they are still called.
+        """Let the replaced methods call TRL's from now on, wherever they are still called.
 
-        TRL then generates anew, since the batches have old log-probabilities over their sets.
+        TRL then generates anew, because the batches have old log-probabilities over their sets.
         """
         if not self._undone:
             self._undone, self._trainer._buffered_inputs = True, None
@@ -145,7 +145,7 @@ class Replay:
 
 
 def kept_of(sets: Sequence[KeptTokens], token_ids: Tensor) -> KeptTokens:
-    """Return the sets of tokens `[B, T]`; they are empty behind the end of a sequence."""
+    """Return the sets of tokens `[B, T]`, which are empty behind the end of a sequence."""
     length = token_ids.shape[1]
     counts = [pad(one.counts(), (0, length - one.offsets.shape[0] + 1)) for one in sets]
     offsets = pad(torch.cat(counts).cumsum(0), (1, 0))
@@ -177,7 +177,7 @@ class _Recorder:
             del causal.__dict__[_PROCESSORS]
 
     def _check(self, config: Any, processors: Sequence[Any]) -> None:
-        """Refuse options with which the sampler's distribution is not that of the sets."""
+        """Refuse options with which the sampler's distribution does not follow from the sets."""
         mode = config.get_generation_mode()
         if mode != "sample":
             raise ValueError(f"replay_kept_tokens must be False for a generation by {mode.value}")

@@ -103,8 +103,8 @@ REFUSED: tuple[Support, ...] = (
     Support(
         option="tensor, context or sequence parallelism",
         handling="refused",
-        note="the rows or the vocabulary of the head are spread over several devices, which would "
-        "need a loss over those ranks. FSDP2 and DDP are supported",
+        note="the rows or the vocabulary of the head are spread over several devices, and a loss "
+        "would have to run across them. FSDP2 and DDP are supported",
         applies=_more_than_data_parallel,
     ),
     Support(
@@ -121,21 +121,21 @@ NOT_REPLAYED: tuple[Support, ...] = (
     Support(
         option="`replay_kept_tokens=True` with `use_vllm`",
         handling="refused",
-        note="TRL would have to start vLLM with `return_sampling_mask=True`, and to return the "
-        "`sampling_mask` of each completion from its `VLLMGeneration.generate` and its server",
+        note="TRL would have to start vLLM with `return_sampling_mask=True` and return the "
+        "`sampling_mask` of each completion",
         applies=lambda t: t.use_vllm,
     ),
     Support(
         option="`replay_kept_tokens=True` with `use_transformers_continuous_batching`",
         handling="refused",
-        note="its logits belong to whichever sequences are running; `generate_batch` would have to "
+        note="its logits belong to whichever sequences are running, and `generate_batch` does not "
         "return the tokens that each sequence kept",
         applies=lambda t: t.use_transformers_continuous_batching,
     ),
     Support(
         option="`replay_kept_tokens=True` with `rollout_func`, tools or environments",
         handling="refused",
-        note="their completions are not those of one generation by `transformers`",
+        note="their completions do not come from a single generation by `transformers`",
         applies=lambda t: (
             getattr(t, "rollout_func", None) is not None
             or bool(getattr(t, "tools", None))
@@ -145,7 +145,7 @@ NOT_REPLAYED: tuple[Support, ...] = (
     Support(
         option="`replay_kept_tokens=True` with prompt or prefix tuning (`peft`)",
         handling="refused",
-        note="TRL's log-probabilities differ from its sampler's over the whole vocabulary, too",
+        note="TRL's log-probabilities differ from the sampler's even over the whole vocabulary",
         applies=lambda t: getattr(
             getattr(t.model, "active_peft_config", None), "is_prompt_learning", False
         ),
@@ -156,7 +156,7 @@ OWN_LOSS = Support(
     option="a subclass, or a patched instance, with a `_compute_loss` or `compute_loss` that is "
     "not TRL's (`GMPOTrainer`, ...)",
     handling="primitive",
-    note="its own loss is computed",
+    note="the trainer computes its own loss",
     applies=_has_own_loss,
     reason=lambda t: f"this {type(t).__name__} computes a loss of its own",
 )
@@ -164,7 +164,7 @@ OWN_LOSS = Support(
 #: Rules that are checked at each call, as callbacks may change the options of a trainer.
 PRIMITIVE: tuple[Support, ...] = (
     Support(
-        option='`loss_type="vespo"`, or one that is not in this table',
+        option='`loss_type="vespo"`, or a `loss_type` that is not in this table',
         handling="primitive",
         note="TRL computes the loss",
         applies=_has_another_loss_type,
@@ -181,8 +181,8 @@ PRIMITIVE: tuple[Support, ...] = (
     Support(
         option="`top_entropy_quantile < 1` with an entropy bonus or on several ranks",
         handling="primitive",
-        note="TRL takes the quantile over all ranks, and the mean of the bonus over the tokens "
-        "above it",
+        note="TRL takes the quantile over all ranks, and averages the bonus over the tokens above "
+        "it",
         applies=_needs_the_quantile,
         reason=lambda t: (
             f"top_entropy_quantile={t.top_entropy_quantile} with an entropy bonus or "
@@ -206,15 +206,15 @@ FUSED: tuple[Support, ...] = (
         option='`RLOOTrainer`, `importance_sampling_level="sequence"` (GSPO), '
         "`off_policy_mask_threshold`, `top_entropy_quantile`",
         handling="fused",
-        note="two passes over the rows in the same memory: their gradients depend on values that "
+        note="two passes over the rows in the same memory, because gradients depend on values that "
         "are known only after the last token",
     ),
     Support(
         option="`top_p`, `top_k`, `min_p` and generation by `transformers`, with "
         "`use_fastrl(trainer, replay_kept_tokens=True)`",
         handling="fused",
-        note="log-probabilities are those of the sampler, over the tokens that it kept; without it "
-        "over the whole vocabulary, as in TRL",
+        note="log-probabilities are the sampler's, over the tokens that it kept. Without this "
+        "option they are over the whole vocabulary, as in TRL",
     ),
     Support(
         option="`use_vllm`, every `vllm_importance_sampling_mode`",
@@ -227,26 +227,27 @@ OTHERS: tuple[Support, ...] = (
     Support(
         option="FSDP2, FSDP1, DeepSpeed ZeRO-1, 2 and 3, DDP",
         handling="fused",
-        note="inside the forward of the wrappers and of the head, where its parameters are whole",
+        note="fastrl runs inside the forward of the wrappers and of the head, where the head is "
+        "whole",
     ),
     Support(
         option="`torch_compile=True`",
         handling="fused",
-        note="the backbone is compiled by itself",
+        note="only the backbone is compiled",
     ),
     Support(
         option="the auxiliary loss of a mixture of experts, images and other inputs of a "
         "vision-language model",
         handling="fused",
-        note="as TRL asks for them and passes them on",
+        note="they reach the model as in TRL",
     ),
     Support(
         option="LoRA and other adapters, `modules_to_save`, `cast_lm_head_to_fp32`, mixed "
         "precision, evaluation, `use_liger_kernel`",
         handling="fused",
-        note="TRL itself refuses LoRA on the head, and no longer uses Liger's loss. Under FSDP2 "
-        "TRL's gradient of a trainable copy of the head is not the mean of the ranks; fastrl's is: "
-        "[what differs](replace-the-loss/trl.md#what-differs-from-trl)",
+        note="TRL itself refuses LoRA on the head, and no longer uses Liger's loss. Under FSDP2, "
+        "fastrl averages the gradient of a trainable copy of the head over ranks, and TRL does "
+        "not: [what differs](replace-the-loss/trl.md#what-differs-from-trl)",
     ),
     Support(
         option="a `_get_per_token_logps_and_entropies` that is not TRL's",
@@ -256,7 +257,7 @@ OTHERS: tuple[Support, ...] = (
     Support(
         option="TRL before 1.15",
         handling="refused",
-        note="its model has no `fused_lm_head`",
+        note="its models have no `fused_lm_head`",
     ),
     Support(
         option="other trainers (`RewardTrainer`, ...)",
@@ -279,7 +280,7 @@ OTHERS: tuple[Support, ...] = (
         option="`replay_kept_tokens=True` with an option that changes the logits of kept tokens "
         "(`repetition_penalty`, ...), another temperature in `generation_kwargs`, beams",
         handling="refused",
-        note="with an error in the first generation",
+        note="the first generation raises the error",
     ),
     Support(
         option="hooks on the LM head (`register_forward_hook`, ...)",
@@ -289,7 +290,7 @@ OTHERS: tuple[Support, ...] = (
     Support(
         option="a batch with inputs that neither TRL's loss nor its models have today",
         handling="primitive",
-        note="decided for each batch",
+        note="the choice is made for each batch",
     ),
 )
 

@@ -1,4 +1,4 @@
-"""Log-ratios that saturate in the fused loss where TRL's would overflow: metric and warning."""
+"""The metric and warning of log-ratios that saturate in the fused loss, where TRL's overflow."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def has_ratios(trainer: Any, inputs: dict[str, Any]) -> bool:
 
 @torch.no_grad()
 def count_saturated(trainer: Any, inputs: dict[str, Any], logprobs: Tensor) -> Tensor:
-    """Return the number of tokens with a saturated log-ratio, and of all tokens, as `[2]`.
+    """Return the numbers of tokens with a saturated log-ratio and of all tokens, as `[2]`.
 
     It counts log-ratios to the old policy (of sequences in GSPO and RLOO) and to the reference.
     """

@@ -1,8 +1,8 @@
-"""Scores of TRL's completions in its model's forward, from hidden states and LM head.
+"""Scores of TRL's completions, computed in the model's forward from hidden states and LM head.
 
 TRL calls its model with `fused_lm_head=True` and reads log-probabilities and entropies from the
 output, which the forward computes without the logits. This module replaces that forward. TRL's own
-code around it stays: it splits a batch, passes on images and wraps the model.
+code around it still splits a batch, passes on images and wraps the model.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Scorer = Callable[[Tensor, Tensor, LmHead, KeptTokens | None], Scores]
 
 
 class ScoredModel:
-    """A model as TRL calls it for the scores of completions, with a forward that uses fastrl.
+    """A model that TRL calls for the scores of completions, with a forward that uses fastrl.
 
     Attributes:
         outputs: the result of each call, for all of TRL's batch or a part of it.
@@ -126,7 +126,7 @@ class ScoredModel:
 def states_of(
     causal: nn.Module, run: Callable[..., Any], *arguments: Any, **inputs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the last hidden states, and the load-balancing loss of experts if it is asked for.
+    """Return the last hidden states, and the load-balancing loss of experts if requested.
 
     Args:
         causal: a causal language model, in whose forward this is called.
@@ -146,9 +146,9 @@ def states_of(
 
 
 class CompiledBackbones:
-    """The backbones of models that accelerate compiles, compiled by themselves.
+    """The backbones of models that accelerate compiles; only the backbones are compiled.
 
-    The rest of the forward is fastrl's: operators that a compiler cannot improve.
+    The rest of the forward consists of fastrl's operators, which a compiler cannot improve.
     """
 
     def __init__(self, trainer: Any) -> None:

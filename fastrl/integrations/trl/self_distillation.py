@@ -1,9 +1,9 @@
 """TRL's experimental `SDFTTrainer` and `SDPOTrainer` on fastrl.
 
 Their methods pass the logits of student and teacher to a few functions that return a number for
-each token. The instance gets copies of the methods that find fastrl's functions under those names,
-and that pass a description of the model call in place of the logits. TRL's code still weights and
-averages the numbers, and logs its metrics.
+each token. The instance gets copies of these methods, which find fastrl's functions under the same
+names and pass them a description of the model call instead of the logits. TRL's code still weights
+and averages the numbers, and logs its metrics.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _TOP_K = "compute_topk_self_distillation_loss"
 _SERVER = Support(
     option="`SDFTTrainer` and `SDPOTrainer` with `use_teacher_server=True`",
     handling="refused",
-    note="their teacher is a server; `fastrl.linear_divergence(..., "
-    "teacher=fastrl.Teacher.from_top_k(...))` compares with its answers",
+    note="their teacher is a server. `fastrl.linear_divergence(..., "
+    "teacher=fastrl.Teacher.from_top_k(...))` compares with the server's answers",
     applies=lambda t: bool(t.use_teacher_server),
 )
 
@@ -54,9 +54,9 @@ SUPPORT: tuple[Support, ...] = (
         option="`SDFTTrainer` and `SDPOTrainer` of `trl.experimental`, every `distillation_mode`, "
         "`distillation_alpha`, `distillation_weight`, `distillation_is_clip`, `teacher_model_kind`",
         handling="primitive",
-        note="fastrl computes the divergences and log-probabilities without logits; with "
-        '`distillation_mode="topk_logits"` the student\'s likeliest tokens are found first, by one '
-        "more projection. A teacher that is the student itself runs before it",
+        note="fastrl computes divergences and log-probabilities without logits. With "
+        '`distillation_mode="topk_logits"`, one more projection first finds the student\'s '
+        "likeliest tokens. A teacher that is the student itself runs before the student",
     ),
     _SERVER,
 )
@@ -87,8 +87,8 @@ class NoLogits:
         model: the model of the call.
         inputs: keyword arguments of the model.
         count: the number K of last tokens that are scored.
-        mask: the scored ones among them, `[B, K]`; at first all but padding.
-        logprobs: log-probabilities of those tokens, `[B, K]`, once they are computed.
+        mask: the scored ones among these tokens, `[B, K]`; at first all but padding.
+        logprobs: log-probabilities of the tokens, `[B, K]`, once they are computed.
         divergence: the divergence from the teacher, `[B, K]`, or None.
     """
 

@@ -42,11 +42,12 @@ def token_outputs(
 
     Args:
         trainer: the trainer, which decides the precision of the LM head.
-        token_ids: `[B, T]`.
-        wanted: names of `log_probs`, `entropy`, `log_sum_sq_probs`, `mean_logits` and `is_top1`.
-        temperature: of the distribution.
-        backend: as in `use_fastrl`.
-        mean_of_all: `mean_logits` are not 0 where a token is -100.
+        token_ids: integers `[B, T]`: the token that each position predicts.
+        wanted: some of the names `log_probs`, `entropy`, `log_sum_sq_probs`, `mean_logits`,
+            `is_top1`.
+        temperature: divides the logits.
+        backend: `auto`, or the backend for the chunks.
+        mean_of_all: whether `mean_logits` are computed even where a token is -100.
 
     Returns:
         A function of the hidden states `[B, T, H]` that predict the tokens, and the head.
@@ -83,9 +84,9 @@ def mean_logits(hidden: Tensor, head: LmHead, mask: Tensor | None = None) -> Ten
     computed once more, a chunk at a time.
 
     Args:
-        hidden: `[B, T, H]`.
+        hidden: last hidden states, `[B, T, H]`.
         head: the LM head.
-        mask: `[B, T]`; 0 where it is false. None: all positions.
+        mask: `[B, T]`; the result is 0 where it is false. None means all positions.
     """
     if head.logit_softcap is None:
         means = _mean_without_softcap(hidden, head)

@@ -1,6 +1,6 @@
 """TRL's trainers that call their models with `fused_lm_head=True`, on fastrl.
 
-TRL computes the loss and logs its metrics, from the values that fastrl returns for the tokens. The
+TRL computes the loss and logs its metrics from the values that fastrl returns for the tokens. The
 forward of the model and of the reference model is replaced, and a wrapper of `compute_loss`
 prepares both models.
 """
@@ -36,19 +36,18 @@ SUPPORT: tuple[Support, ...] = (
         option="`DPOTrainer`, every `loss_type`, `use_weighting`, `ld_alpha`, "
         "`precompute_ref_log_probs`",
         handling="primitive",
-        note="`precompute_ref_log_probs=True` computes in the constructor, without fastrl",
+        note="`precompute_ref_log_probs=True` runs in the constructor, without fastrl",
     ),
     Support(
         option="`KTOTrainer`, every `loss_type`, `precompute_ref_log_probs`",
         handling="primitive",
-        note="as for `DPOTrainer`. The `logits/*` metrics of both cost one product with the mean "
-        "row of the head; with a softcap of the model the logits are computed once more, a chunk "
-        "at a time",
+        note="as for `DPOTrainer`. The `logits/*` metrics of both trainers cost one product with "
+        "the mean row of the head, or under a softcap one more pass over the logits",
     ),
     Support(
         option="`AsyncGRPOTrainer`",
         handling="primitive",
-        note="a micro-batch of its loss is compared with TRL's; the trainer itself needs a GPU "
+        note="the loss of a micro-batch was compared with TRL's. The trainer itself needs a GPU "
         "with FlashAttention 3, and was not run",
     ),
     Support(

@@ -32,13 +32,13 @@ def top_k_teacher(
     Both heads are projected a chunk of rows at a time, so no more logits exist at once.
 
     Args:
-        student: hidden states `[B, K, H]` and the head.
-        teacher: those of the teacher, whose H may differ.
+        student: the student's hidden states `[B, K, H]` that predict the tokens, and its head.
+        teacher: the teacher's hidden states and head; H may differ.
         mask: 0/1, `[B, K]`; rows with 0 are left out.
         count: the number of tokens in each row.
-        beta: as in `Teacher`.
-        temperature: of both distributions.
-        has_tail: as in `Teacher.from_top_k`.
+        beta: selects the divergence, in [0, 1]; see `Teacher`.
+        temperature: divides the logits of both models.
+        has_tail: whether all other tokens together count as one more event.
     """
     active = mask.reshape(-1) != 0
     ids = torch.zeros((*mask.shape, count), dtype=torch.int64, device=mask.device)

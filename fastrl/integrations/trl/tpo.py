@@ -1,6 +1,6 @@
 """TRL's `TPOTrainer` on fastrl, without whole logits.
 
-TRL's own loss runs on a stand-in for the logits, which has all that the loss reads from them. In a
+TRL's own loss runs on a stand-in for the logits, which has all values that the loss reads. In a
 copy of the loss, functions of the logits are replaced.
 """
 
@@ -21,8 +21,8 @@ SUPPORT: tuple[Support, ...] = (
     Support(
         option="`TPOTrainer`, every `loss_type`, `tpo_alpha`",
         handling="primitive",
-        note="where TRL computes whole logits; with `return_outputs=True`, which `compute_metrics` "
-        "needs, TRL does",
+        note="without TRL's whole logits. With `return_outputs=True`, which `compute_metrics` "
+        "needs, TRL computes the loss",
     ),
 )
 
@@ -64,7 +64,7 @@ def _loss(
 
 @dataclass(frozen=True)
 class Rows:
-    """All that TRL's loss reads from logits `[..., V]`; each is `[...]`.
+    """All values that TRL's loss reads from logits `[..., V]`; each has the shape `[...]`.
 
     Attributes:
         logprobs: log-probabilities of the labels.

@@ -25,7 +25,7 @@ class Row(NamedTuple):
         name: the name of the class.
         module: the module that defines it.
         adapter: a function that checks a trainer, given this class, and returns its handle.
-        methods: methods that must be those of the class, because the adapter replaces them or
+        methods: methods that a subclass must not override, because the adapter replaces them or
             relies on their code.
         replays: whether `replay_kept_tokens=True` is allowed.
     """
@@ -118,7 +118,7 @@ def handle_of(trainer: Any, choices: Choices) -> Handle:
 
     Raises:
         TypeError: the trainer is not an instance of a class in `TRAINERS`.
-        ValueError: something about the trainer is not supported.
+        ValueError: the trainer or one of its options is not supported.
     """
     row, base = _row_of(trainer)
     _refuse_other_methods(trainer, row, base)
@@ -131,7 +131,7 @@ def handle_of(trainer: Any, choices: Choices) -> Handle:
 
 
 def _row_of(trainer: Any) -> tuple[Row, type]:
-    """Return the row of the most derived class that has one."""
+    """Return the row of the most derived class that has a row."""
     rows = {(row.module, row.name): row for row in TRAINERS}
     for base in type(trainer).__mro__:
         row = rows.get((base.__module__, base.__name__))
@@ -146,7 +146,7 @@ def _row_of(trainer: Any) -> tuple[Row, type]:
 
 
 def _refuse_other_methods(trainer: Any, row: Row, base: type) -> None:
-    """Refuse a trainer that computes another loss than the row's class, as a subclass may."""
+    """Refuse a trainer whose loss is not the loss of the row's class, as in a subclass."""
     for method in row.methods:
         if not hasattr(base, method):
             raise ValueError(f"this version of TRL has no {row.name}.{method} to replace")

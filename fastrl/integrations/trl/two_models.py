@@ -34,15 +34,15 @@ def inside_both(
 ) -> Result:
     """Return `function(of_student, of_teacher)`, called in the forwards of two models.
 
-    There the parameters of both heads are whole, whatever shards the models. The teacher runs
+    There the parameters of both heads are whole, even if the models are sharded. The teacher runs
     without gradients; the result of `function` may have gradients for the student.
 
     Args:
-        student: as in `inside_forward`.
+        student: a `transformers` causal language model, as its wrappers returned it.
         teacher: another model.
-        function: as in `inside_forward`.
+        function: a function of the two `Side`s, which must not call the models.
         inputs: keyword arguments of the student.
-        of_teacher: those of the teacher, if they differ.
+        of_teacher: keyword arguments of the teacher, if they differ.
     """
     differentiable = torch.is_grad_enabled()
 

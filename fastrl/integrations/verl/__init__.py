@@ -1,4 +1,4 @@
-"""verl on fastrl: its token functions, advantages, losses and registered policy losses.
+"""verl on fastrl: token functions, advantages, losses and registered policy losses.
 
     with fastrl.integrations.verl.use_fastrl():
         ...  # or keep the handle and call undo()
@@ -53,17 +53,17 @@ __all__ = [
 ]
 
 TESTED = (
-    "Tested with verl 0.9.1: each function, verl's `ppo_loss` with entropy and KL on top of them, "
-    "and verl's unit tests of them; `use_fused_kernels=True` also in updates by verl's training "
-    "worker with FSDP2 on a CPU, on one rank and on two, and in Megatron's fused forward and on "
-    "its logits with Megatron Core 0.16.1 on two ranks of a CPU."
+    "Tested with verl 0.9.1: each function, verl's unit tests of the functions, and verl's "
+    "`ppo_loss` with entropy and KL. `use_fused_kernels=True` was also tested on a CPU: in updates "
+    "by verl's training worker with FSDP2 on one rank and on two, and in Megatron's fused forward "
+    "and on its logits with Megatron Core 0.16.1 on two ranks."
 )
 
 
 def use_fastrl() -> Replaced:
     """Replace verl's functions with fastrl's wherever verl has loaded them, in this process.
 
-    With the names, arguments and metrics of verl 0.9, this replaces `logprobs_from_logits`,
+    This replaces, with the names, arguments and metrics of verl 0.9, `logprobs_from_logits`,
     `entropy_from_logits` (and its chunked form), `calculate_sum_pi_squared_from_logits`,
     `agg_loss`, `compute_value_loss`, `kl_penalty`, all registered advantage estimators except the
     optimal token baselines, and all registered policy losses except bypass_mode, which calls two of
@@ -71,8 +71,8 @@ def use_fastrl() -> Replaced:
     compile the entropy function that they find.
 
     The functions behind `use_fused_kernels=True` (`FusedLinearForPPO`, `linear_cross_entropy`) and
-    those of a vocabulary that Megatron's ranks share (`vocab_parallel_*`) are in modules that
-    import Liger, Triton or Megatron, and `compute_forward_kl_topk` is in one that only distillation
+    for a vocabulary that Megatron's ranks share (`vocab_parallel_*`) are in modules that import
+    Liger, Triton or Megatron, and `compute_forward_kl_topk` is in a module that only distillation
     needs. They are replaced when verl imports these modules.
 
     Results equal verl's with these exceptions. Masked tokens give 0. Log-probabilities and
@@ -167,9 +167,9 @@ _REPLACEMENTS = [
 
 #: How a function differs from verl's.
 _NOTES = {
-    "logprobs_from_logits": "fp32 even from 16-bit logits; the gradient overwrites the "
-    "logits where verl's does: with flash-attn, unless `VERL_DISABLE_FLASH_ATTN_CE=1`, and "
-    "`inplace_backward`",
+    "logprobs_from_logits": "fp32 even from 16-bit logits; the gradient overwrites the logits "
+    "where verl's does: with `inplace_backward` and flash-attn, unless "
+    "`VERL_DISABLE_FLASH_ATTN_CE=1`",
     "entropy_from_logits": "fp32 even from 16-bit logits; logits of `-inf` contribute 0",
     "calculate_sum_pi_squared_from_logits": "fp32 even from 16-bit logits; without a gradient",
     "compute_gae_advantage_return": "masked tokens give 0",
@@ -177,30 +177,31 @@ _NOTES = {
     "compute_grpo_passk_outcome_advantage": "a group of one is refused, as in verl",
     "compute_remax_outcome_advantage": "masked tokens give 0",
     "agg_loss": "an empty mask gives 0",
-    "compute_policy_loss_gspo": "aggregates as the function that it replaces: by `loss_agg_mode` "
+    "compute_policy_loss_gspo": "aggregates like the function that it replaces: by `loss_agg_mode` "
     "in verl 0.9.1, always by `seq-mean-token-mean` in 0.9.0 and 0.10.0.dev",
-    "compute_policy_loss_dro": "a Python function as objective",
+    "compute_policy_loss_dro": "the objective is a Python function",
     "compute_policy_loss_reinforce": "one of the two losses of `bypass_mode`",
-    "compute_policy_loss_dppo_tv": "the kernels of `cispo`, dropped tokens have weight 0",
-    "compute_policy_loss_dppo_kl": "the kernels of `cispo`, dropped tokens have weight 0",
-    "compute_policy_loss_clip_cov": "the kernels of `ppo`; the same tokens are drawn as in verl",
-    "compute_policy_loss_kl_cov": "a Python function as objective; selects on the device",
-    "kl_penalty": "`full` of `[B, T, V]`, log-probabilities or logits, is the exact KL. Of "
-    "`[B, T]`, as verl's batches have them, it is refused, as in verl: from hidden states "
-    "`fastrl.linear_policy_loss(..., teacher=teacher, objective=Objective(kl_estimator='exact', "
-    "kl_coef=...))` computes it",
-    "compute_forward_kl_topk": "distillation, `loss_mode=forward_kl_topk` with FSDP and VeOmni; "
-    "fp32 even from 16-bit logits; `use_chunked_topk` has no effect; metrics of the student's K "
-    "tokens find these in the logits, as verl does with that option",
-    "FusedLinearForPPO.forward": "`use_fused_kernels=True`, `impl_backend` `torch` and `liger`; "
-    "entropies are fp32; an id of -100 gives 0, where verl raises an error",
-    "linear_cross_entropy": "`use_fused_kernels=True`, `impl_backend` `triton` and Megatron; also "
-    "on a CPU, and hidden sizes that 128 does not divide",
-    "vocab_parallel_log_probs_from_logits": "Megatron; the forward overwrites no logits, the "
-    "backward float32 ones, as Megatron's forward does; an id of -100 gives 0, and others outside "
+    "compute_policy_loss_dppo_tv": "runs on the kernels of `cispo`; dropped tokens have weight 0",
+    "compute_policy_loss_dppo_kl": "runs on the kernels of `cispo`; dropped tokens have weight 0",
+    "compute_policy_loss_clip_cov": "runs on the kernels of `ppo`; draws the same tokens as verl",
+    "compute_policy_loss_kl_cov": "the objective is a Python function; selects tokens on the "
+    "device",
+    "kl_penalty": "`full` is the exact KL from log-probabilities or logits `[B, T, V]`. From the "
+    "`[B, T]` of verl's batches it is refused, as in verl; `fastrl.linear_policy_loss(..., "
+    "teacher=teacher, objective=Objective(kl_estimator='exact', kl_coef=...))` computes it from "
+    "hidden states",
+    "compute_forward_kl_topk": "for distillation with `loss_mode=forward_kl_topk` on FSDP and "
+    "VeOmni; fp32 even from 16-bit logits. `use_chunked_topk` has no effect: metrics find the "
+    "student's K tokens in the logits, as verl does with that option",
+    "FusedLinearForPPO.forward": "for `use_fused_kernels=True` with `impl_backend` `torch` or "
+    "`liger`; entropies are fp32; an id of -100 gives 0, where verl raises an error",
+    "linear_cross_entropy": "for `use_fused_kernels=True` with `impl_backend` `triton`, and for "
+    "Megatron; also runs on a CPU, and with hidden sizes that 128 does not divide",
+    "vocab_parallel_log_probs_from_logits": "for Megatron; the backward overwrites float32 logits, "
+    "as Megatron's forward does, and the forward none. An id of -100 gives 0; other ids outside "
     "the vocabulary raise an error, where Megatron returns a value",
-    "vocab_parallel_entropy": "Megatron; fp32 even from 16-bit logits",
-    "vocab_parallel_sum_pi_squared": "Megatron; without a gradient",
+    "vocab_parallel_entropy": "for Megatron; fp32 even from 16-bit logits",
+    "vocab_parallel_sum_pi_squared": "for Megatron; without a gradient",
 }
 
 SUPPORT = [
@@ -222,8 +223,8 @@ SUPPORT = [
     Support(
         option="loss mode `bypass_mode`, and losses and estimators that a user registers",
         handling="unchanged",
-        note="where they call functions above, these are fastrl's: `bypass_mode` weights and "
-        "rejects tokens, then calls `vanilla` or `reinforce`",
+        note="if they call functions above, they get fastrl's: `bypass_mode` weights and rejects "
+        "tokens, then calls `vanilla` or `reinforce`",
     ),
     Support(
         option="advantage estimators `optimal_token_baseline`, `tir_optimal_token_baseline`",
@@ -240,14 +241,14 @@ SUPPORT = [
         option="distillation with `loss_mode=forward_kl_topk` in Megatron, or in VeOmni's fused "
         "kernel",
         handling="unchanged",
-        note="their functions also pack sequences and split them over ranks",
+        note="these functions also pack sequences and split them over ranks",
     ),
     Support(
         option="distillation by a divergence: of the whole vocabulary, or of K tokens and the rest",
         handling="unchanged",
-        note="verl has none: its loss of K tokens leaves out the rest. `fastrl.linear_policy_loss("
-        "..., teacher=teacher, objective=Objective(teacher_coef=...))` has both, with "
-        "`Teacher.from_hidden`, `from_logits` or `from_top_k`",
+        note="verl has none: its loss of K tokens leaves out the rest. "
+        "`fastrl.linear_policy_loss(..., teacher=teacher, objective=Objective(teacher_coef=...))` "
+        "computes both, with `Teacher.from_hidden`, `from_logits` or `from_top_k`",
     ),
     Support(
         option="`use_fused_kernels=True` with FSDP2 and an LM head that is not tied",
@@ -257,14 +258,14 @@ SUPPORT = [
     Support(
         option="`use_fused_kernels=True` with a head that has a bias, softcap, scale or LoRA",
         handling="replaced",
-        note="these have no effect, as in verl, whose functions get the weight alone",
+        note="these have no effect, as in verl, whose functions get only the weight",
     ),
     Support(
         option="`use_fused_kernels=True` with Megatron, `tensor_model_parallel_size > 1` and "
         "`sequence_parallel=False`",
         handling="replaced",
-        note="the gradient of the hidden states remains the part of each rank, as in verl: "
-        "Megatron adds the parts only with sequence parallelism",
+        note="each rank keeps its part of the gradient of the hidden states, as in verl: Megatron "
+        "adds the parts only with sequence parallelism",
     ),
     Support(
         option="`use_fused_kernels=True` with the VeOmni engine",
@@ -275,17 +276,18 @@ SUPPORT = [
         option="`use_fused_kernels=True` with a temperature per sample, or with "
         "`calculate_sum_pi_squared`",
         handling="refused",
-        note="by verl",
+        note="verl refuses it",
     ),
     Support(
         option="`top_p < 1` or `top_k` of the rollout",
         handling="unchanged",
-        note="log-probabilities are of the whole vocabulary: verl's batches have no kept tokens",
+        note="log-probabilities are over the whole vocabulary, because verl's batches have no kept "
+        "tokens",
     ),
     Support(
         option="logits that are a nested tensor or a DTensor",
         handling="refused",
-        note="verl's engines gather and unpad them first",
+        note="verl's engines gather and unpad logits first",
     ),
     Support(
         option="`dp_size > 1` without the count of the global batch",

@@ -1,4 +1,4 @@
-"""verl's advantage estimators from returns, under its names: GAE, REINFORCE++ and ReMax.
+"""verl's advantage estimators from returns, under verl's names: GAE, REINFORCE++ and ReMax.
 
 Advantages and returns are `[B, T]` and 0 at masked tokens, whose rewards and values are ignored;
 mask values other than 0 and 1 are factors, as in verl.
@@ -29,8 +29,8 @@ def compute_gae_advantage_return(
 ) -> tuple[Tensor, Tensor]:
     """Return whitened GAE advantages and returns `[B, T]`, skipping masked tokens.
 
-    A_t = delta_t + gamma lam A_{t+1} by `gae` (arXiv 1506.02438), and the advantages are
-    (A - mean) / sqrt(var + 1e-8) over the mask. Mask values between 0 and 1 interpolate between a
+    `gae` computes A_t = delta_t + gamma lam A_{t+1} (arXiv 1506.02438), and the advantages are (A -
+    mean) / sqrt(var + 1e-8) over the mask. Mask values between 0 and 1 interpolate between a
     skipped and a counted token, as in verl.
 
     Examples:
@@ -55,7 +55,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
 ) -> tuple[Tensor, Tensor]:
     """Return REINFORCE++'s whitened returns, and the returns (arXiv 2501.03262).
 
-    G_t = r_t + config.gamma G_{t+1} by `discounted_returns`, which skips masked tokens.
+    `discounted_returns` computes G_t = r_t + config.gamma G_{t+1}, and skips masked tokens.
 
     Examples:
         >>> import types, torch

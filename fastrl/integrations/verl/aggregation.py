@@ -24,9 +24,9 @@ class Aggregation(NamedTuple):
 
     Attributes:
         mask: 0/1, `[B, T]`.
-        options: the options of `token_weights` that give w for the mask.
+        options: the options of `token_weights` that give the weights w for the mask.
         factors: `[B, T]`, from mask values other than 0 and 1, or None.
-        scale: factor of the sum.
+        scale: the factor of the sum.
     """
 
     mask: Tensor
@@ -46,7 +46,7 @@ def aggregation(
     """Return one of verl's modes as options of `token_weights`.
 
     verl divides by the count of the whole batch and multiplies by `dp_size`, because data
-    parallelism averages gradients over ranks. That is a `normalizer` of count / dp_size.
+    parallelism averages gradients over ranks. The `normalizer` is therefore count / dp_size.
     """
     if mode not in _MODES:
         raise ValueError(f"loss_agg_mode must be one of {', '.join(_MODES)}; got {mode!r}")
@@ -89,10 +89,10 @@ def agg_loss(
     Args:
         loss_mat: the loss of each token, `[B, T]`.
         loss_mask: 0/1, `[B, T]`; other values weight the tokens, and their sum is the count.
-        loss_agg_mode: an aggregation of `token_weights`.
-        dp_size: ranks over which data parallelism averages the gradients.
-        batch_num_tokens: tokens of the global batch; None counts those of this batch.
-        global_batch_size: sequences of the global batch; None counts those of this batch.
+        loss_agg_mode: how tokens are weighted: a row of the table in `token_weights`.
+        dp_size: the number of ranks over which data parallelism averages the gradients.
+        batch_num_tokens: the number of tokens in the global batch; None counts this batch.
+        global_batch_size: the number of sequences in the global batch; None counts this batch.
         loss_scale_factor: the length in `seq-mean-token-sum-norm`, in tokens; None is T.
 
     Returns:

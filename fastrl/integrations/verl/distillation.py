@@ -1,8 +1,8 @@
 """verl's distillation from a teacher's K most probable tokens on fastrl, for FSDP.
 
-The loss of a token is sum_k p_k (log p_k - log q_k) over those tokens, with the teacher's p, the
-student's q, and both log-probabilities bounded from below. It has no event for all other tokens,
-which `fastrl.Teacher.from_top_k` adds, so it is no divergence and may be negative.
+The loss of a position is sum_k p_k (log p_k - log q_k) over these K tokens, with the teacher's p,
+the student's q, and both log-probabilities bounded from below. Unlike `fastrl.Teacher.from_top_k`,
+it has no event for all other tokens, so it is not a divergence and may be negative.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ def compute_forward_kl_topk(
     """Return loss and diagnostics of each token, fp32 `[1, N]`; the loss has a gradient.
 
     Log-sum-exp and log-probabilities are fp32 even for 16-bit logits. The gradient is computed with
-    the loss, since verl lets a later function overwrite the logits. It is the only tensor of their
-    size that is kept (verl keeps log-probabilities), and the backward, which can run only once,
-    scales it in place. There is nothing to divide into chunks: `use_chunked_topk` has no effect.
+    the loss, because verl lets a later function overwrite the logits. It is the only tensor of the
+    size of the logits that is kept (verl keeps log-probabilities), and the backward, which can run
+    only once, scales it in place. There is nothing to divide into chunks, so `use_chunked_topk` has
+    no effect.
 
     Args:
         student_logits: `[1, N, V]`, or this rank's part of N with Ulysses sequence parallelism.
@@ -42,8 +43,8 @@ def compute_forward_kl_topk(
 
     Returns:
         `distillation_losses`; `student_mass` and `teacher_mass`, the probability of the K tokens;
-        `overlap_count`, how many of them are among the student's K most probable ones; and
-        `overlap_token_advantage`, the mean of their terms of the loss, negated.
+        `overlap_count`, the number of them among the student's K most probable tokens; and
+        `overlap_token_advantage`, the negated mean of their terms of the loss.
 
     Examples:
         >>> import types, torch

@@ -1,4 +1,4 @@
-"""verl's token functions, value loss and KL on fastrl, under its names."""
+"""verl's token functions, value loss and KL on fastrl, under verl's names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool 
 
     Args:
         logits: `[..., V]`.
-        labels: token ids, `[...]`.
+        labels: integers `[...]`: the token that each position predicts.
         inplace_backward: let the backward write the gradient over the logits wherever verl's does,
             that is if verl has found flash-attn and VERL_DISABLE_FLASH_ATTN_CE is not 1. It is
             ignored otherwise, and if it would overwrite a leaf.
@@ -120,7 +120,7 @@ def compute_value_loss(
 
         max((V - R)^2, (V_old + clip(V - V_old) - R)^2) / 2
 
-    aggregated as in `agg_loss`.
+    `agg_loss` aggregates the losses of tokens.
 
     Args:
         vpreds: V, `[B, T]`.
@@ -128,11 +128,11 @@ def compute_value_loss(
         values: V_old, `[B, T]`.
         response_mask: 0/1, `[B, T]`; other values are factors.
         cliprange_value: bound on |V - V_old|.
-        loss_agg_mode: as in `agg_loss`.
-        dp_size: as in `agg_loss`.
-        batch_num_tokens: as in `agg_loss`.
-        global_batch_size: as in `agg_loss`.
-        loss_scale_factor: as in `agg_loss`.
+        loss_agg_mode: how tokens are weighted: a row of the table in `token_weights`.
+        dp_size: the number of ranks over which data parallelism averages the gradients.
+        batch_num_tokens: the number of tokens in the global batch; None counts this batch.
+        global_batch_size: the number of sequences in the global batch; None counts this batch.
+        loss_scale_factor: the length in `seq-mean-token-sum-norm`, in tokens; None is T.
 
     Returns:
         Two scalars: the loss, and the share.

@@ -117,8 +117,8 @@ def compute_gpg_outcome_advantage(
 ) -> Estimate:
     """Return GPG's alpha (r - mean of the group) / f_norm (arXiv 2504.02546).
 
-    alpha is the number of responses divided by the number of those with r != 0; the argument of
-    that name is ignored, as in verl.
+    alpha is the number of responses divided by the number of responses with r != 0; the argument
+    `alpha` is ignored, as in verl.
     """
     del epsilon, alpha, config, kwargs
     rewards = outcomes(token_level_rewards, response_mask)

@@ -39,14 +39,16 @@ def compute_grpo_outcome_advantage(
 
         (r - mean) / (std + epsilon)
 
-    over the group of the response, whose rewards sum to r. A group of one has mean 0 and std 1.
+    Mean and std are over the group of the response, and r is the sum of its rewards. A group of one
+    has mean 0 and std 1.
 
     Args:
         token_level_rewards: `[B, T]`.
         response_mask: 0/1, `[B, T]`; other values are factors.
         index: the group of each response, B names of any hashable type.
         epsilon: added to the standard deviation.
-        norm_adv_by_std_in_grpo: whether to divide; False is Dr. GRPO (arXiv 2503.20783).
+        norm_adv_by_std_in_grpo: whether to divide by the standard deviation; False is Dr. GRPO
+            (arXiv 2503.20783).
         config: ignored, as in verl.
 
     Returns:
@@ -142,9 +144,9 @@ def compute_grpo_passk_outcome_advantage(
 ) -> Estimate:
     """Return the best reward of a group minus the second, for the best response (arXiv 2503.19595).
 
-    The other responses, and those that share the best reward, get 0. `config` says whether to
-    divide by std + epsilon (`norm_adv_by_std_in_grpo`); the argument of that name is ignored, as in
-    verl.
+    All other responses, and responses that share the best reward, get 0.
+    `config.norm_adv_by_std_in_grpo` tells whether to divide by std + epsilon; the argument of that
+    name is ignored, as in verl.
 
     Examples:
         >>> import torch

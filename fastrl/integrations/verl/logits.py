@@ -1,4 +1,4 @@
-"""Logits from verl: of any number of dimensions, with a gradient that may overwrite them."""
+"""Logits from verl, which have any number of dimensions, and whose gradient may overwrite them."""
 
 from __future__ import annotations
 

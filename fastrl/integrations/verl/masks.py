@@ -1,4 +1,4 @@
-"""Masks of verl, which are factors: their values may differ from 0 and 1."""
+"""Masks of verl, which are factors, since their values may differ from 0 and 1."""
 
 from __future__ import annotations
 

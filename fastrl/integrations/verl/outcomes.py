@@ -17,7 +17,7 @@ Estimate = tuple[Tensor, Tensor]
 
 
 def outcomes(token_level_rewards: Tensor, mask: Tensor) -> Tensor:
-    """Return the sum of each response's rewards; those of masked tokens count, as in verl.
+    """Return the sum of each response's rewards; rewards of masked tokens count, as in verl.
 
     A NaN at a masked token counts as 0.
     """

@@ -1,8 +1,8 @@
 """verl's policy losses on `policy_loss`: vanilla, gspo, sapo, cispo, geo_mean, gpg, dro, reinforce.
 
-Each is a preset of the convention `verl` with the bounds of verl's `ActorConfig` (dro: a function
-of a token), multiplied by the rollout weights and aggregated as in `agg_loss`. Masked tokens have
-no effect, whatever they hold; mask values other than 0 and 1 are factors, as in verl.
+Each loss is a preset of the convention `verl` with the bounds of verl's `ActorConfig` (dro is a
+function of a token), multiplied by the rollout weights and aggregated by `agg_loss`. Masked tokens
+have no effect, even if they are NaN; mask values other than 0 and 1 are factors, as in verl.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def vanilla(
 ) -> Result:
     """Return the loss of PPO with dual clip, and log r clamped to +-20.
 
-    f = -min(r A, clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high) A), for A < 0 at most
-    -clip_ratio_c A.
+    f = -min(r A, clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high) A), and at most -clip_ratio_c A
+    for A < 0.
 
     Examples:
         >>> import types, torch
@@ -81,9 +81,9 @@ def gspo(
 ) -> Result:
     """Return the loss of GSPO-token: the value of the sequence's ratio, with a gradient per token.
 
-    log s = mean over the sequence of log r, at most 10; f as in vanilla without dual clip.
+    log s is the mean of log r over the sequence, at most 10; f is as in vanilla without dual clip.
 
-    The aggregation is that of the replaced function of verl: by `loss_agg_mode` in 0.9.1, always by
+    The aggregation follows the replaced function of verl: by `loss_agg_mode` in 0.9.1, always by
     `seq-mean-token-mean` in 0.9.0 and 0.10.0.dev. A direct call follows `loss_agg_mode`.
     """
     if _names_its_aggregation(original(gspo)):
@@ -116,7 +116,7 @@ def sapo(
 ) -> Result:
     """Return the loss of SAPO: f = -4/tau sigmoid(tau (r - 1)) A, with log r clamped to +-20.
 
-    The aggregation is `seq-mean-token-mean`, whatever `loss_agg_mode` says, as in verl.
+    The aggregation is `seq-mean-token-mean` for every `loss_agg_mode`, as in verl.
     """
     del loss_agg_mode
     batch = Batch(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
@@ -158,8 +158,8 @@ def geo_mean(
 ) -> Result:
     """Return the loss of GMPO: f = -A exp(mean over the sequence of the clipped log r).
 
-    The bounds are on log r. The loss is the mean over the local responses, whatever `loss_agg_mode`
-    and the global batch say, as in verl; rollout weights enter as their geometric mean.
+    The bounds are on log r. As in verl, the loss is the mean over the local responses for every
+    `loss_agg_mode` and global batch; rollout weights enter as their geometric mean.
     """
     del loss_agg_mode
     low, high = clip_bounds(config)
@@ -210,7 +210,7 @@ def dro(
 ) -> Result:
     """Return the loss of DRO (arXiv 2405.19107): f = -A log_prob + dro_beta / 2 (log r)^2.
 
-    log r has no bounds.
+    log r is not bounded.
 
     Without rollout weights this is the surrogate `reinforce` with the KL estimator `k2` to the old
     policy; the rollout weights multiply both terms, as in verl.

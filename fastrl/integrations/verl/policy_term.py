@@ -40,7 +40,7 @@ class PolicyTerm(NamedTuple):
     how: Aggregation
 
     def value(self, batch: Batch) -> Tensor:
-        """Return the loss, aggregated as in `agg_loss`."""
+        """Return the loss, aggregated like `agg_loss`."""
         how = self.how
         if how.factors is not None:
             batch = batch.weighted(how.factors)
@@ -62,7 +62,7 @@ class PolicyTerm(NamedTuple):
         clipped: Tensor | None = None,
         lower: Tensor | None = None,
     ) -> Result:
-        """Return loss and metrics; `clipped` and `lower` say on which tokens a bound acts."""
+        """Return loss and metrics; `clipped` and `lower` mark the tokens on which a bound acts."""
         metrics = clip_metrics(batch.response_mask, log_ratio, clipped, lower)
         return self.value(batch), metrics
 
@@ -70,7 +70,7 @@ class PolicyTerm(NamedTuple):
 def policy_term(
     loss: Preset | TokenLoss, mask: Tensor, mode: str, config: Any, **changes: Any
 ) -> PolicyTerm:
-    """Return a preset of the convention `verl`, or a function of a token, in a mode of verl's.
+    """Return a preset of the convention `verl`, or a function of a token, in a mode of verl.
 
     The counts of the global batch come from verl's `ActorConfig`.
     """

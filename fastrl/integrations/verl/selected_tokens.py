@@ -1,9 +1,9 @@
 """verl's policy losses that select tokens: dppo_tv, dppo_kl, clip_cov, kl_cov.
 
 DPPO drops tokens that have moved too far from the old policy (arXiv 2602.04879); Clip-Cov and
-KL-Cov drop or penalize tokens whose log-probability and advantage vary together
-(arXiv 2505.22617). Dropped tokens have `policy_weights` of 0. Masked tokens have no effect,
-whatever they hold; mask values other than 0 and 1 are factors, as in verl.
+KL-Cov drop or penalize tokens whose log-probability and advantage vary together (arXiv 2505.22617).
+Dropped tokens have `policy_weights` of 0. Masked tokens have no effect, even if they are NaN; mask
+values other than 0 and 1 are factors, as in verl.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def dppo_kl(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> Result:
-    """Return DPPO-Binary-KL's loss: as `dppo_tv`, with the KL of taking the token as distance.
+    """Return DPPO-Binary-KL's loss, which is `dppo_tv` with the KL of taking the token as distance.
 
     D = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)). A token is dropped if A > 0,
     p > p_old and D > clip_ratio_high, or if A <= 0, p < p_old and D > clip_ratio_low.
@@ -92,7 +92,7 @@ def clip_cov(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> Result:
-    """Return the loss of Clip-Cov, PPO's loss without some of the tokens.
+    """Return the loss of Clip-Cov, which is PPO's loss without some of the tokens.
 
     f = -min(r A, clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high) A). A share `clip_cov_ratio` of
     the tokens, at least one, is dropped. They are drawn with torch's default generator, as in verl,
@@ -135,8 +135,8 @@ def kl_cov(
 ) -> Result:
     """Return the loss of KL-Cov: f = -r A, plus ppo_kl_coef |log r| on some tokens.
 
-    These are the share `kl_cov_ratio` of the active tokens, at least one, with the largest
-    (A - mean A) (log_prob - mean log_prob).
+    The penalized tokens are the share `kl_cov_ratio` of the active tokens, at least one, with the
+    largest (A - mean A) (log_prob - mean log_prob).
     """
     batch = Batch(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
     share, coefficient = _options(config, kl_cov_ratio=0.0002, ppo_kl_coef=1.0)

@@ -1,8 +1,8 @@
 """verl's functions of logits whose vocabulary is split over Megatron's tensor-parallel ranks.
 
-`logits` are this rank's part `[..., V / ranks]`. Token ids and results are those of the whole
-vocabulary, the same on every rank. The group is that of verl's Megatron. Only the backward of
-`vocab_parallel_log_probs_from_logits` overwrites logits, and only float32 ones.
+`logits` are this rank's part `[..., V / ranks]`. Token ids and results refer to the whole
+vocabulary and are the same on every rank. The group is the one of verl's Megatron. Only the
+backward of `vocab_parallel_log_probs_from_logits` overwrites logits, and only float32 ones.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _MODULE = "verl.utils.megatron.tensor_parallel"
 
 
 def vocab_parallel_log_probs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return log softmax(logits)[label], fp32 and the shape of `labels`, by `token_logprobs`.
+    """Return log softmax(logits)[label], fp32 and in the shape of `labels`, by `token_logprobs`.
 
     A label of -100 gives 0. Any other label outside the vocabulary is an error, where Megatron
     returns a value.
 
-    The backward writes the gradient over fp32 logits: the forward of Megatron's loss, which verl
-    uses, already overwrites these, so nothing else can need them. It copies 16-bit logits.
+    The backward writes the gradient over fp32 logits. The forward of Megatron's loss, which verl
+    uses, already overwrites them, so nothing else can need them. It copies 16-bit logits.
     """
     part = rows("logits", logits)
     return fastrl.token_logprobs(
