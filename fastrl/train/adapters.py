@@ -1,4 +1,4 @@
-"""LoRA adapters through `peft`: attached, saved, restored, switched off.
+"""LoRA adapters of `peft`, which can be attached, saved, restored and switched off.
 
 An adapter is float32 even on bfloat16 or 4-bit weights, so small updates are not lost.
 """
@@ -20,7 +20,7 @@ class AdaptedModel(PeftModelForCausalLM):  # type: ignore[misc]
     """A causal LM whose weights are frozen, with an adapter that is trained."""
 
     def save_pretrained(self, save_directory: Any, **options: Any) -> None:
-        """Save the adapter alone, without embeddings: for these peft would ask the hub."""
+        """Save only the adapter, without embeddings, for which peft would ask the hub."""
         super().save_pretrained(save_directory, **{"save_embedding_layers": False, **options})
 
     def base_weights(self) -> dict[str, Tensor]:
@@ -45,7 +45,7 @@ class AdaptedModel(PeftModelForCausalLM):  # type: ignore[misc]
 
     @contextmanager
     def base_trained(self, frozen: list[nn.Parameter]) -> Iterator[None]:
-        """Train the weights, except ``frozen``, instead of the adapter, which is off meanwhile."""
+        """Train the weights, except ``frozen``, instead of the adapter, which is switched off."""
         base = [p for name, p in self.named_parameters() if self.base_model.prefix not in name]
         with self.disable_adapter():
             for parameter in base:

@@ -1,4 +1,4 @@
-"""PPO's rewards per token and four estimates of the advantage, each an answer to the one before."""
+"""PPO's rewards per token, and four estimates of the advantage, each of which improves the last."""
 
 from typing import Any
 
@@ -12,12 +12,12 @@ _KL_HORIZON = 10000  # completions
 
 
 def compared(rewards: Tensor, config: PpoConfig) -> Tensor:
-    """Return the rewards of sequences ``[N]`` in the form that the estimate takes.
+    """Return the rewards of sequences ``[N]`` in the form that the estimate needs.
 
     For ``group`` they are (reward - mean) / deviation over the completions of a prompt. The KL
-    penalty is subtracted from the result and not from the rewards: between completions of equal
-    rewards only the penalty differs, and divided by its own deviation its noise would count as much
-    as a reward.
+    penalty is subtracted from the result and not from the rewards. Completions with equal rewards
+    differ only in the penalty, whose noise, divided by its own deviation, would count as much as a
+    reward.
     """
     if config.advantage != "group":
         return rewards
@@ -25,7 +25,7 @@ def compared(rewards: Tensor, config: PpoConfig) -> Tensor:
 
 
 def token_rewards(rewards: Tensor, penalty: Tensor, mask: Tensor) -> Tensor:
-    """Return rewards ``[N, T]``: those of sequences at their last tokens, minus the penalty."""
+    """Return rewards ``[N, T]``: the reward of a sequence at its last token, minus the penalty."""
     lengths = mask.sum(1, keepdim=True)
     last = mask & (mask.cumsum(1) == lengths)
     return torch.where(last, rewards[:, None], 0.0) - torch.where(mask, penalty, 0.0)
@@ -39,7 +39,7 @@ def advantages_and_returns(
     R_t = sum of gamma^(k - t) r_k over the tokens k >= t. With ``config.advantage``:
 
     - ``reward``: A = R. Tokens that led to a reward become more likely, even if the reward was
-      small, only less so; the variance is large (REINFORCE, Williams 1992).
+      small; the variance is large (REINFORCE, Williams 1992).
     - ``value``: A = R - V, with V learned: better or worse than expected. R still has the noise of
       all later tokens. Scaled to mean 0 and deviation 1, like ``gae``.
     - ``gae``: A = sum of (gamma lam)^(k - t) (r_k + gamma V_{k+1} - V_k): later tokens count
@@ -48,8 +48,9 @@ def advantages_and_returns(
       the group takes the place of V (GRPO, Shao et al. 2024).
 
     Args:
-        rewards: Per token ``[N, T]``, from `token_rewards`; those of a prompt are consecutive.
-        values: ``[N, T]``, for ``value`` and ``gae``; None for the others.
+        rewards: Per token ``[N, T]``, from `token_rewards`; completions of a prompt are
+            consecutive.
+        values: ``[N, T]``, for ``value`` and ``gae``; None otherwise.
         mask: Bool ``[N, T]``, the tokens of the completions.
         counted: Bool ``[N, T]``, the tokens in the loss.
         config: Names the estimate, gamma, lam and group size.
@@ -67,7 +68,7 @@ def advantages_and_returns(
 
 
 class KlPenalty:
-    """The coefficient of the KL penalty, which with ``kl_target`` follows the measured KL.
+    """The coefficient of the KL penalty, which follows the measured KL if ``kl_target`` is set.
 
     After N completions with a mean KL per token of d it is multiplied by
 

@@ -1,4 +1,4 @@
-"""A task that needs no download: small sums in words and digits, answered in digits.
+"""A task that needs no download: small sums in words and digits, to be answered in digits.
 
 Its records are ``{"prompt": ..., "answer": ..., "demonstrations": [...]}``. No prompt is in both
 sets, but the same problem may be, in other words.

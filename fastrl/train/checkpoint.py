@@ -1,4 +1,4 @@
-"""Checkpoints that hold everything the next step depends on, written atomically.
+"""Checkpoints, written atomically, with everything that the next step depends on.
 
 ``checkpoints/step-000050/`` is a model that `transformers` loads, plus ``state.pt``: the optimizer,
 further modules, the random generators and the step. The order of the prompts is a function of seed
@@ -89,7 +89,7 @@ def save(
 ) -> None:
     """Write ``directory/step-NNNNNN`` atomically, unless it is there.
 
-    All checkpoints but the last are deleted first, so that the disk needs room for two.
+    All checkpoints except the last are deleted first, so that the disk needs room for two.
     """
     final = directory / f"step-{step:06d}"
     if final.exists():
@@ -136,7 +136,7 @@ def latest(directory: Path) -> Path | None:
 
 @contextmanager
 def reading(checkpoint: Path) -> Iterator[None]:
-    """Turn any error while a checkpoint is read into one that names it."""
+    """Turn any error in reading a checkpoint into an error that names the checkpoint."""
     try:
         yield
     except torch.OutOfMemoryError:

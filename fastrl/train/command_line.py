@@ -1,4 +1,4 @@
-"""The command line: turns options into a config, and errors into one line and an exit status."""
+"""The command line, which turns options into a config, and errors into an exit status."""
 
 import signal
 import sys
@@ -24,7 +24,7 @@ def parse(kind: type[Config], arguments: Sequence[str] | None = None, program: s
 
     Raises:
         ValueError: A value is invalid, or there is no run to resume.
-        SystemExit: An argument is not understood (status 2), or is ``--help`` (status 0).
+        SystemExit: An argument is unknown (status 2), or is ``--help`` (status 0).
     """
 
     def read(default: Config) -> Config:

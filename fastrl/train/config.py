@@ -39,54 +39,54 @@ class RunConfig:
     loop: ClassVar[str]
 
     model: str | None = None
-    """A causal LM in safetensors, as a directory or hub name; by default a small new model."""
+    """A causal LM in safetensors: a directory or a hub name. By default, a small new model."""
     prompts: tuple[str, ...] = ("arithmetic",)
-    """An embedded task, arithmetic or long_addition; two files (.jsonl or .parquet), for training
-    and held out; or a data set of the hub or a directory, and perhaps its configuration."""
+    """A task (arithmetic, long_addition), two files (.jsonl, .parquet), or a data set.
+    The second file is held out. A data set of the hub or a directory may name a configuration."""
     splits: tuple[str, str] = ("train", "test")
-    """Splits of the data set: for training, and held out, such as train[:95%] and train[95%:]."""
+    """The training and held-out splits of a data set, such as train[:95%] and train[95%:]."""
     columns: tuple[str, str] = ("prompt", "answer")
     """The columns of files and data sets that contain prompt and answer."""
     chat_template: bool = False
-    """Pass text prompts through the chat template as user messages; messages always go through."""
+    """Put text prompts into the chat template as user messages; messages always go into it."""
     max_prompt_tokens: int = 512
-    """A longer prompt is an error, never truncated."""
+    """The longest allowed prompt; a longer one is an error and is never truncated."""
 
     sampler: str = "transformers"
-    """transformers, vllm, or module:function for a rollout of your own: docs/training.md."""
+    """transformers, vllm, or module:function for your own rollout (see docs/training.md)."""
     prompts_per_step: int = 64
     """Prompts per step."""
     group_size: int = 1
     """Completions per prompt."""
     max_new_tokens: int = 4
-    """Length limit of a completion, including its end token."""
+    """The largest number of tokens in a completion, including its end token."""
     temperature: float = 1.0
-    """Temperature of the sampling and of the loss."""
+    """Divides the logits in sampling and in the loss."""
     top_p: float = 1.0
-    """Sample from the most likely tokens, whose probabilities add up to this. Loss and
-    log-probabilities are over the tokens that were kept. Evaluation is greedy and ignores this."""
+    """Sample from the most likely tokens, whose probabilities add up to this.
+    Loss and log-probabilities are over the kept tokens. Evaluation is greedy and ignores this."""
     top_k: int | None = None
     """Sample from this many of the most likely tokens."""
     min_p: float = 0.0
     """Sample from tokens with at least this fraction of the largest probability."""
     stop: tuple[str, ...] = ()
-    """Further ends of a completion besides the model's end tokens: tokens (<|im_end|>) or texts."""
+    """Tokens (<|im_end|>) or texts that end a completion, besides the model's end tokens."""
     truncated: Literal["count", "mask"] = "count"
     """mask: completions that reach max_new_tokens without an end have no loss."""
     tokens_per_generation: int = 65536
-    """Most tokens in the sequences that are generated together; this bounds the cache."""
+    """The most tokens in sequences that are generated together, which bounds the cache."""
     rollout_correction: Literal["auto", "none", "truncate", "mask"] = "auto"
-    """Importance weights between sampler and trainer, truncated or masked above 2. auto: truncate
-    if their log-probabilities can differ (bfloat16, another sampler)."""
+    """Importance weights between sampler and trainer, truncated or masked above 2.
+    auto: truncate if their log-probabilities can differ (bfloat16, another sampler)."""
 
     reward: tuple[str, ...] = ("exact_match",)
-    """Reward functions, which are added up: exact_match, math_verify, overlong, model:PATH (a
-    reward model), or module:function; overlong=0.5 gives a weight, and =0 only logs the reward.
-    none: grpo learns from a teacher alone."""
+    """Rewards, which are added up: exact_match, math_verify, overlong, model:PATH, module:function.
+    model:PATH is a reward model. overlong=0.5 gives a weight, and =0 only logs the reward.
+    none: grpo learns only from a teacher."""
     reward_timeout: float | None = None
     """Seconds that a module:function may take for a completion, in its own process."""
     reward_failed: float | None = None
-    """Reward of a completion on which a function fails; without it, a failure ends the run."""
+    """Reward of a completion on which a function fails. By default, a failure ends the run."""
 
     steps: int = 100
     """Rounds of sampling and learning."""
@@ -95,7 +95,7 @@ class RunConfig:
     minibatches: int = 4
     """Optimizer steps per pass."""
     learning_rate: float = 2e-4
-    """Learning rate of AdamW, after the warm-up."""
+    """Learning rate of AdamW after the warm-up."""
     warmup_steps: int = 5
     """Steps over which the learning rate rises from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
@@ -111,16 +111,16 @@ class RunConfig:
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     warm_start_steps: int | None = None
-    """Supervised steps at the start, on the demonstrations of an embedded task; by default only for
-    the small new model."""
+    """Supervised steps at the start, on the demonstrations of an embedded task.
+    By default, only the small new model gets them."""
 
     tokens_per_micro_batch: int = 16384
-    """Most tokens per forward and backward; a longer sequence is a micro-batch of its own."""
+    """The most tokens per forward and backward; a longer sequence is its own micro-batch."""
     attention: Literal["by_sequence", "flash_attention_2", "flex_attention", "sdpa", "eager"] = (
         "by_sequence"
     )
-    """by_sequence: sdpa on each sequence of a packed row. The others are those of transformers,
-    which recognize packed rows by their positions."""
+    """by_sequence: sdpa on each sequence of a packed row.
+    The others belong to transformers, and recognize packed rows by their positions."""
     gradient_checkpointing: bool = False
     """Keep only the input of each layer, and recompute the layer in the backward."""
     offload_checkpoints: bool = False
@@ -128,44 +128,44 @@ class RunConfig:
     mlp_tile: int | None = None
     """Run and recompute MLPs in tiles of this many tokens, and recompute the norms."""
     loss: Literal["linear", "logits"] = "linear"
-    """linear: from hidden states and the LM head, without storing the logits. logits: from the
-    model's logits, for heads that linear does not support."""
+    """linear: from hidden states and the LM head, without storing the logits.
+    logits: from the model's logits, for heads that linear does not support."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16: forward and backward under autocast."""
+    """bfloat16: forward and backward run under autocast."""
     weights: Literal["float32", "bfloat16", "nf4"] = "float32"
-    """Dtype of the weights; nf4: linear layers in 4 bits below an adapter (QLoRA), all else as
-    precision says; needs bitsandbytes."""
+    """Dtype of the weights. nf4: linear layers have 4 bits below an adapter (QLoRA).
+    Other weights are then in the precision. nf4 needs bitsandbytes."""
     rounding: Literal["master", "stochastic"] = "master"
-    """How bfloat16 weights keep small updates: in float32 copies, or by stochastic rounding, which
-    needs torchao."""
+    """How bfloat16 weights keep small updates. master: in float32 copies.
+    stochastic: by stochastic rounding, which needs torchao."""
     optimizer: Literal["adamw", "adamw_8bit", "adamw_offloaded"] = "adamw"
-    """adamw_8bit: 8-bit moments, needs torchao; adamw_offloaded: moments and float32 copies of the
-    weights in host memory."""
+    """adamw_8bit: 8-bit moments, which need torchao.
+    adamw_offloaded: moments and float32 copies of the weights in host memory."""
     lora_rank: int | None = None
     """Train a LoRA adapter of this rank, scaled by 2, instead of the weights; needs peft."""
     lora_targets: tuple[str, ...] = ("all-linear",)
-    """Names of the layers that get an adapter; all-linear is all but the head."""
+    """Names of the layers that get an adapter; all-linear means all but the head."""
     freeze_head: bool = False
     """Do not train the embeddings and the LM head."""
 
     out: str | None = None
-    """Directory of the run; by default runs/LOOP-N, with the next free number."""
+    """Directory of the run; by default runs/LOOP-N with the next free number."""
     resume: bool = False
-    """Continue the run in OUT, by default the last in runs, from its last checkpoint."""
+    """Continue a run from its last checkpoint: the run in OUT, by default the last one in runs."""
     seed: int = 0
     """Random seed of the run and of the embedded tasks."""
     eval_every: int = 5
-    """Steps between evaluations on the held-out prompts; every second one shows samples."""
+    """Steps between evaluations on the held-out prompts; every second evaluation shows samples."""
     save_every: int = 50
-    """Steps between checkpoints, of which the last two are kept."""
+    """Steps between checkpoints; the last two checkpoints are kept."""
     save_minutes: float | None = None
-    """Also save a checkpoint when this long has passed since the last one."""
+    """Also save a checkpoint when this many minutes have passed since the last one."""
     device: str = "auto"
-    """auto, cpu, cuda, ...: auto uses a GPU if there is one."""
+    """auto, cpu, cuda, ...; auto uses a GPU if there is one."""
     track: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
-    """Trackers for the metrics, each set up by its own package and environment variables."""
+    """Trackers of the metrics; each is set up by its own package and environment variables."""
     plan: float | None = None
-    """Print the predicted peak memory, and how to fit this many GiB, instead of training."""
+    """Print the predicted peak memory, and options that fit this many GiB, instead of training."""
 
     def __post_init__(self) -> None:
         """Check types and bounds, then what depends on more than one field."""
@@ -214,8 +214,8 @@ class RunConfig:
             )
         if self.weights == "nf4" and self.sampler == "vllm":
             raise ValueError(
-                "sampler must not be vllm with weights=nf4: it is handed weights, into which an "
-                "adapter cannot be merged in 4 bits"
+                "sampler must not be vllm with weights=nf4: vllm needs merged weights, and an "
+                "adapter cannot be merged into 4 bits"
             )
         if self.offload_checkpoints and not self.gradient_checkpointing:
             raise ValueError("offload_checkpoints must be off without gradient_checkpointing")
@@ -239,7 +239,7 @@ class RunConfig:
         return self.precision if self.weights == "nf4" else self.weights
 
     def to_json(self) -> dict[str, Any]:
-        """Return the settings as JSON values, without those that only say how to start."""
+        """Return the settings as JSON values, without `resume` and `plan`."""
         settings = {k: v for k, v in asdict(self).items() if k not in ("resume", "plan")}
         return {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
 
@@ -251,23 +251,24 @@ class GrpoConfig(RunConfig):
     loop: ClassVar[str] = "grpo"
 
     group_size: int = 8
-    """Completions per prompt, compared with one another."""
+    """Completions per prompt, which are compared with one another."""
     objective: str = "grpo"
     """A preset of fastrl.Objective: grpo, dapo, dr_grpo, gspo, cispo, ..."""
     advantage: Literal["group", "batch", "unscaled", "leave_one_out"] | None = None
-    """The reward minus the group's mean, divided by the deviation of the group (the default) or of
-    the batch, or unscaled (default of dr_grpo). leave_one_out: minus the others' mean (RLOO)."""
+    """group, batch: the reward minus the group's mean, over the deviation of group or batch.
+    unscaled: no division. leave_one_out: the reward minus the mean of the others (RLOO).
+    The default is group, and unscaled for dr_grpo."""
     sampling_rounds: int = 1
-    """Rounds of sampling, in which groups of other prompts replace groups of equal rewards; above 1
-    this is DAPO's dynamic sampling."""
+    """Rounds of sampling, in which groups of other prompts replace groups of equal rewards.
+    Above 1 this is DAPO's dynamic sampling."""
     teacher: str | None = None
-    """Distillation: the policy also approaches this causal LM, which must have the same tokens, on
-    its own samples. A directory, a hub name, or a run, whose last checkpoint is used."""
+    """A causal LM with the same tokens, which the policy also approaches on its own samples.
+    It is a directory, a hub name, or a run, whose last checkpoint is used."""
     teacher_coef: float | None = None
     """Weight of the divergence from the teacher, by default 1; with 0 it is only logged."""
     teacher_beta: float | None = None
-    """The divergence: 1 is KL(policy, teacher), the default, 0 KL(teacher, policy), and between
-    them the generalized Jensen-Shannon divergence."""
+    """The divergence: 1 (the default) is KL(policy, teacher), 0 is KL(teacher, policy).
+    Values between them are the generalized Jensen-Shannon divergence."""
 
     def __post_init__(self) -> None:
         """Check what depends on more than one field."""
@@ -325,22 +326,22 @@ class PpoConfig(RunConfig):
     prompts_per_step: int = 512
     """Prompts per step."""
     kl_coef: float = 0.01
-    """Weight of the KL penalty, to the initial model, in the reward."""
+    """Weight of the KL penalty in the reward, relative to the initial model."""
     advantage: Literal["reward", "value", "gae", "group"] = "gae"
-    """reward: the rewards that follow. value: these minus the value model. gae: generalized
-    advantage estimates. group: compared with completions of the prompt, without a value model."""
+    """reward: the rewards that follow. value: these minus the value model.
+    gae: generalized advantage estimates. group: compared within the prompt, without values."""
     gamma: float = 1.0
     """Discount per token."""
     lam: float = 0.95
     """Decay of the generalized advantage estimates."""
     value_model: Literal["shared", "separate"] = "shared"
-    """shared: a head on the policy's last hidden states. separate: its own backbone, which starts
-    as a copy of the policy's."""
+    """shared: a head on the policy's last hidden states.
+    separate: its own backbone, which starts as a copy of the policy's backbone."""
     kl_target: float | None = None
     """Adapt kl_coef so that the KL per token approaches this."""
     stop_kl: float | None = None
-    """Skip the rest of a step's updates once a minibatch's KL per token to the sampling policy
-    exceeds this."""
+    """Skip the other updates of a step once a minibatch's KL per token exceeds this.
+    It is the KL to the sampling policy."""
 
     def __post_init__(self) -> None:
         """Check what depends on more than one field."""

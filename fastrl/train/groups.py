@@ -14,8 +14,8 @@ from fastrl.train.rollout import Rollout
 class SampledGroups:
     """A collection of ``prompts_per_step`` groups in at most ``sampling_rounds`` rounds.
 
-    With several rounds (DAPO, https://arxiv.org/abs/2503.14476, section 3.2), a group whose rewards
-    are all equal is kept only if no round brings one to replace it.
+    With several rounds (DAPO, https://arxiv.org/abs/2503.14476, section 3.2), a group with equal
+    rewards is kept only if no round brings another group to replace it.
     """
 
     def __init__(self, config: GrpoConfig) -> None:

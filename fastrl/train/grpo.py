@@ -5,10 +5,10 @@ completions that did better than their group, with `fastrl.linear_policy_loss` o
 With ``--teacher`` the policy also approaches another model, on the tokens that it samples itself.
 By default a small new model learns to add and subtract; ``--help`` lists the options.
 
-The modules in the order of a step: `sampling`, `rewards`, `packing`, `policy` (which calls the
-fused loss, with the KL to `run.reference` weighted by ``Objective.kl_coef``), `optimizers`, `run`.
+A step uses the modules `sampling`, `rewards`, `packing`, `policy` (which calls the fused loss, with
+the KL to `run.reference` weighted by ``Objective.kl_coef``), `optimizers` and `run`, in this order.
 `teacher_model` has the teacher of a distillation, whose divergence is part of the same loss. `plan`
-predicts where the memory peaks.
+predicts the peak memory.
 """
 
 from dataclasses import replace

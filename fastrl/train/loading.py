@@ -58,7 +58,7 @@ def autocast(config: RunConfig, device: torch.device) -> AbstractContextManager[
 def load(
     path: str | None, device: torch.device, dtype: str = "float32", *, nf4: bool = False
 ) -> tuple[Any, Any]:
-    """Load a model, in evaluation mode, and its tokenizer, from safetensors files alone.
+    """Load a model, in evaluation mode, and its tokenizer, only from safetensors files.
 
     Raises:
         ValueError: There is no such model, it is damaged, or its tokenizer has no end token; or it
@@ -188,7 +188,7 @@ def _four_bits(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _check_quantized(model: Any, *, nf4: bool) -> None:
-    """Check that there are 4-bit layers if and only if asked for; make them trainable."""
+    """Check that there are 4-bit layers if and only if requested; make them trainable."""
     if not nf4:
         if getattr(model, "hf_quantizer", None) is not None:
             raise ValueError("it is quantized; only --weights nf4 quantizes, from whole weights")

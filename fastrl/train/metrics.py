@@ -1,4 +1,4 @@
-"""The metrics of the losses: collected over micro-batches on the device, read once per step."""
+"""The metrics of the losses, collected over micro-batches on the device and read once per step."""
 
 from collections.abc import Mapping
 
@@ -79,9 +79,9 @@ def sampler_kl(logprobs: Tensor, of_sampler: Tensor) -> Tensor:
 def lengths(rollout: Rollout, computed: TokenCount) -> dict[str, float]:
     """Return number of tokens, mean length and truncated share of completions, and token counts.
 
-    ``real_tokens`` counts prompts and completions, ``padded_tokens`` padding, too. ``kept_tokens``
-    is the mean number of tokens that the sampler kept, ``kept_lacking`` the share of sampled tokens
-    that are not among them.
+    ``real_tokens`` counts prompts and completions, and ``padded_tokens`` counts padding, too.
+    ``kept_tokens`` is the mean number of tokens that the sampler kept, and ``kept_lacking`` the
+    share of sampled tokens that are not among them.
     """
     kept = {}
     if rollout.kept is not None:

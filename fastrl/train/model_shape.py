@@ -1,4 +1,4 @@
-"""A model's sizes, from its configuration alone, and its activations, from a dry run."""
+"""A model's sizes, from its configuration, and its activations, from a dry run."""
 
 import weakref
 from collections import Counter

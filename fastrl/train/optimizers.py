@@ -1,4 +1,4 @@
-"""The optimizer that the settings name: AdamW, its precision, its memory, its rate, its step."""
+"""The optimizer that the settings name: AdamW, its precision, memory, learning rate and step."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -17,8 +17,8 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the optimizer of the parameters that require gradients.
 
-    ``config.rounding`` says how bfloat16 parameters keep updates below their precision. Others (an
-    adapter, a value head) are stepped directly.
+    ``config.rounding`` determines how bfloat16 parameters keep updates below their precision. Other
+    parameters (an adapter, a value head) are stepped directly.
 
     Raises:
         ValueError: Nothing is trained, torchao is missing, or the device has no memory of its own
@@ -51,8 +51,8 @@ def make_optimizer(
 def learning_rate(config: RunConfig, step: int) -> float:
     """Return the learning rate after ``step`` finished steps; it is never 0.
 
-    It depends on step and settings alone: a run that is resumed for more steps continues with the
-    rate that a longer run has at that step.
+    It depends only on step and settings: a run that is resumed for more steps continues with the
+    rate that a longer run has at this step.
     """
     warm = min(1.0, (step + 1) / (config.warmup_steps + 1))
     after = max(0, step - config.warmup_steps)
@@ -72,7 +72,7 @@ def apply(optimizer: torch.optim.Optimizer, config: RunConfig, step: int) -> flo
         The norm of the gradients before clipping.
 
     Raises:
-        FloatingPointError: That norm is not finite; the weights are unchanged.
+        FloatingPointError: The norm is not finite; the weights are unchanged.
     """
     rate = learning_rate(config, step)
     for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""Completions from a rollout function of the user's own, checked before training on them."""
+"""Completions from the user's own rollout function, checked before training on them."""
 
 from typing import Any, cast
 
@@ -46,16 +46,15 @@ def checked_completion(
     if config.keeps_tokens and not greedy:
         if kept is None or bool((kept.counts() == 0)[of_sampler].any()):
             raise ValueError(
-                "sampler must return the tokens that were kept (Completion.kept) for each that "
-                "it sampled with top_p, top_k or min_p: the trainer's log-probabilities, "
-                "normalized over the whole vocabulary, would not be those of the sampler, "
-                "and every ratio would be biased"
+                "sampler must return the kept tokens (Completion.kept) of each token that it "
+                "sampled with top_p, top_k or min_p: without them the trainer's "
+                "log-probabilities are over the whole vocabulary, and every ratio is biased"
             )
         lacking = kept.lacking(ids.cpu())[of_sampler]
         if lacking.sum() > max(1, 0.1 * len(lacking)):  # by rounding, one of thousands
             raise ValueError(
-                "sampler must return for each token the tokens that it was sampled from, got "
-                f"{int(lacking.sum())} of {len(lacking)} that are not among theirs"
+                "sampler must return kept tokens that contain the sampled token, got "
+                f"{int(lacking.sum())} of {len(lacking)} sampled tokens outside their set"
             )
     return Completion(ids, logprobs, ended, sampled, kept)
 

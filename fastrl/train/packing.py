@@ -69,13 +69,13 @@ class _Unit(NamedTuple):
 def micro_batches(
     rollout: Rollout, rows: Tensor, mask: Tensor, *, tokens: int, share_prompts: bool = False
 ) -> Iterator[PackedBatch]:
-    """Pack completions into as few rows of at most ``tokens`` tokens as first fit finds.
+    """Pack completions into rows of at most ``tokens`` tokens, as few as first fit finds.
 
     Args:
         rollout: The completions.
         rows: Indices of the completions to pack.
-        mask: Bool ``[N, T]``, which tokens are scored. Tokens after the last scored one of a
-            completion are left out, and so is a completion without any.
+        mask: Bool ``[N, T]``, the tokens to score. Tokens after the last scored token of a
+            completion are left out, and so is a completion without scored tokens.
         tokens: Tokens per row. A longer sequence has a row of its own.
         share_prompts: Whether completions of one prompt in one row share its tokens.
     """

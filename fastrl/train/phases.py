@@ -12,8 +12,8 @@ class Phases:
     """A measurement of the phases of a step, each of which may be entered several times.
 
     Peak memory includes everything in use, also the weights: on a GPU the memory that torch has
-    allocated, on a CPU the process's resident memory, which only Linux reports. When a phase ends,
-    it waits for the accelerator.
+    allocated, on a CPU the process's resident memory, which only Linux reports. The end of a phase
+    waits for the accelerator.
     """
 
     def __init__(self, device: torch.device) -> None:

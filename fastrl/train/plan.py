@@ -1,7 +1,7 @@
 """The peak memory of a run, predicted from its settings and the model's configuration.
 
-``fastrl grpo --plan 24 --model NAME ...`` prints it part by part without loading any weights, and
-names the options with which the run fits 24 GiB; `docs/long-sequences.md` explains them.
+``fastrl grpo --plan 24 --model NAME ...`` prints the memory part by part without loading any weights,
+and names the options with which the run fits 24 GiB; `docs/long-sequences.md` explains them.
 ``python bench/train_memory.py`` compares the prediction with measurements.
 """
 
@@ -19,7 +19,7 @@ _NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
 
 
 class Plan(NamedTuple):
-    """Bytes per part. The peak is in the generation, or somewhere in a minibatch."""
+    """The bytes of each part. The peak is in the generation, or somewhere in a minibatch."""
 
     weights: float
     gradients: float
@@ -165,7 +165,7 @@ def _cache_bytes(config: RunConfig, model: Shape, sequences: int, tokens: int) -
 def to_fit(
     config: RunConfig, model: Shape, *, tokens: int, device: str, limit: float
 ) -> tuple[dict[str, Any], Plan]:
-    """Return the cheapest options with which the run fits ``limit`` bytes; all if it cannot."""
+    """Return the cheapest options that fit ``limit`` bytes, or all if none do."""
     changes: dict[str, Any] = {}
     best = plan(config, model, tokens=tokens, device=device)
     switches: list[tuple[str, Any]] = [

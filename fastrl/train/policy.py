@@ -32,7 +32,7 @@ from fastrl.train.rollout import Rollout
 
 
 class PolicyOutputs(NamedTuple):
-    """The model's outputs where it predicts the scored tokens; either logits or head is None."""
+    """The model's outputs at the positions that predict scored tokens; logits or head is None."""
 
     states: Tensor | None  # [n, H], the last hidden states; None if the loss needs only logits
     logits: Tensor | None  # [n, V]
@@ -40,9 +40,9 @@ class PolicyOutputs(NamedTuple):
 
 
 def offloaded(config: RunConfig) -> AbstractContextManager[Any]:
-    """Return a context in which autograd keeps tensors in pinned host memory, if so configured.
+    """Return a context in which autograd keeps tensors in pinned host memory, if configured.
 
-    With gradient checkpointing these are the inputs of the layers.
+    With gradient checkpointing, these tensors are the inputs of the layers.
     """
     return save_on_cpu(pin_memory=True) if config.offload_checkpoints else nullcontext()
 
@@ -83,7 +83,7 @@ def policy_outputs(model: Any, batch: PackedBatch, config: RunConfig) -> PolicyO
 
 
 def hidden_states(backbone: Any, batch: PackedBatch, config: RunConfig) -> Tensor:
-    """Return the last hidden states ``[n, H]`` where a backbone predicts the scored tokens."""
+    """Return the last hidden states ``[n, H]`` at the positions that predict scored tokens."""
     with autocast(config, batch.input_ids.device), offloaded(config):
         out = backbone(**_inputs(batch, config))
     return out.last_hidden_state[0, batch.predictors]  # type: ignore[no-any-return]
@@ -129,7 +129,7 @@ def policy_loss(
 ) -> PolicyLoss:
     """Return the loss of the scored tokens, fused with its gradient.
 
-    Advantages are ``[S]`` or ``[n]``, or None with a teacher alone; log-probabilities are ``[n]``.
+    Advantages are ``[S]`` or ``[n]``, or None with only a teacher; log-probabilities are ``[n]``.
     """
     options: dict[str, Any] = {
         "temperature": config.temperature,
@@ -175,8 +175,8 @@ def check_packing(model: Any, config: RunConfig) -> None:
     """Raise a `ValueError` if a sequence's log-probabilities depend on others in the same row.
 
     The check runs three short sequences, two of which share a prompt, in one row. Other tokens in
-    the first sequence must not change the others, and each result must equal that of the sequence
-    alone with the model's own attention.
+    the first sequence must not change the other sequences, and each sequence must have the same
+    result alone with the model's own attention.
     """
     if config.attention == BY_SEQUENCE and getattr(model.config, "attention_chunk_size", None):
         raise ValueError(
@@ -211,7 +211,7 @@ def _logprobs(model: Any, rollout: Rollout, config: RunConfig) -> torch.Tensor:
 
 
 def _sequences(model: Any) -> tuple[Rollout, Rollout]:
-    """Return three sequences, the longest first, and the same with another first completion."""
+    """Return three sequences, longest first, and a copy with another first completion."""
     generator = torch.Generator().manual_seed(0)
     tokens = model.get_input_embeddings().weight.shape[0]
     ids = torch.randint(tokens, (3, 6), generator=generator)

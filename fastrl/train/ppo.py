@@ -2,9 +2,9 @@
 
 A step samples completions, rewards each at its last token, subtracts a KL penalty per token, turns
 rewards into advantages, and learns from them with a clipped policy loss and a clipped value loss.
-``--advantage`` selects their estimate: plain rewards, rewards minus values, generalized (the
-default), or within groups. By default a small new model learns to add and subtract; ``--help``
-lists the options.
+``--advantage`` selects the estimate of the advantages: plain rewards, rewards minus values,
+generalized advantage estimates (the default), or comparison within groups. By default a small new
+model learns to add and subtract; ``--help`` lists the options.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Prompts: read, tokenized, and dealt to the steps in an order that seed and step determine."""
+"""Prompts, which are read, tokenized, and dealt to steps in an order set by seed and step."""
 
 import glob
 import hashlib
@@ -34,10 +34,10 @@ class Prompt(NamedTuple):
 
 
 def read_records(config: RunConfig) -> tuple[list[Record], list[Record]]:
-    """Return the records for training and the held-out ones.
+    """Return the records for training and the held-out records.
 
     Raises:
-        ValueError: They cannot be read, or a row is invalid; the message names the place.
+        ValueError: The records cannot be read, or a row is invalid; the message names the place.
     """
     first, *rest = config.prompts
     if first in TASKS and not rest:
@@ -55,7 +55,7 @@ def read_records(config: RunConfig) -> tuple[list[Record], list[Record]]:
 
 
 def digest(records: list[Record]) -> str:
-    """Return a checksum of all records, by which a change shows."""
+    """Return a checksum of all records, which reveals a change."""
     text = json.dumps(records, sort_keys=True, default=lambda value: type(value).__name__)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -181,7 +181,7 @@ def _datasets() -> Any:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the innermost cause in one line; libraries wrap it in messages without content."""
+    """Return the innermost cause in one line, as libraries wrap it in messages without content."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

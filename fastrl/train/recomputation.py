@@ -14,10 +14,10 @@ from fastrl.train.loading import autocast
 
 
 def save_memory(model: Any, config: RunConfig) -> None:
-    """Set up gradient checkpointing, MLP tiles and attention, as the settings say.
+    """Set up gradient checkpointing, MLP tiles and attention according to the settings.
 
-    Afterwards the model is in training mode, since `transformers` checkpoints only then, and all
-    dropout is 0, since the loss must see the probabilities of the sampling.
+    Afterwards the model is in training mode, because `transformers` checkpoints only then, and all
+    dropout is 0, because the loss must see the probabilities of the sampling.
 
     Raises:
         ValueError: A setting has no effect on this model or is not available, or the model stays
@@ -74,8 +74,8 @@ def without_dropout(model: Any) -> None:
 def tile_mlps(model: Any, tokens: int) -> None:
     """Run the MLP of each layer on ``tokens`` tokens at a time, and recompute it by tiles.
 
-    RMS norms are recomputed, too: those of `transformers` keep the normalized input, and a float32
-    copy of a bfloat16 input.
+    RMS norms are recomputed, too, because `transformers` keeps their normalized input, and a
+    float32 copy of a bfloat16 input.
 
     Raises:
         ValueError: No MLP of the model works on each token by itself.
@@ -92,7 +92,7 @@ def tile_mlps(model: Any, tokens: int) -> None:
 
 
 def _is_mlp(name: str, module: nn.Module) -> bool:
-    """Return whether a module is a layer's MLP of linear layers, which treats tokens alone."""
+    """Return whether a module is a layer's MLP of linear layers, which treats tokens one by one."""
     if name.rpartition(".")[2] != "mlp":
         return False
     inside = module.modules()  # an adapter's layers contain the linear ones

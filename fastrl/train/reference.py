@@ -1,4 +1,4 @@
-"""The reference policy of the KL: the policy before the first step, frozen."""
+"""The reference policy of the KL, which is the policy before the first step, frozen."""
 
 import copy
 from pathlib import Path
@@ -39,7 +39,7 @@ class Reference:
             raise ValueError(f"resume: {stored} cannot be read: {error}") from error
 
     def logprobs(self, rollout: Rollout, rows: Tensor) -> Tensor:
-        """Return log-probabilities ``[N, T]`` of completions ``rows``: `completion_logprobs`."""
+        """Return log-probabilities ``[N, T]`` of ``rows``; see `completion_logprobs`."""
         if self._frozen is not None:
             return completion_logprobs(self._frozen, rollout, rows, self._config)
         with self._adapted.disable_adapter():

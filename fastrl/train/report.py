@@ -106,8 +106,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 def printable(text: str, keep: str = "") -> str:
     """Return the text with Python's escapes for every character that no terminal prints.
 
-    These are control characters, overrides of the writing direction and other invisible marks, and
-    lone surrogates, except those in ``keep``.
+    These are control characters, overrides of the writing direction, other invisible marks and lone
+    surrogates, except characters in ``keep``.
     """
     if text.isprintable():
         return text

@@ -27,10 +27,10 @@ _TOKENS = 16384  # most tokens that are scored together, including padding
 class RewardModel:
     """A reward function that scores prompt and completion with a reward model.
 
-    The model reads the text of both, in its own tokens, and the end token. Conversations, and with
-    ``chat_template`` every prompt, go through its own chat template, which writes the end. It
-    computes in the dtype of its files, without gradients. The head of a decoder reads the last
-    token that is not padding, so its padding token must not be the end token.
+    The model reads prompt and completion as text, in its own tokens, and the end token.
+    Conversations, and with ``chat_template`` every prompt, go through its own chat template, which
+    writes the end. It computes in the dtype of its files, without gradients. The head of a decoder
+    reads the last token that is not padding, so its padding token must not be the end token.
 
     Raises:
         ValueError: There is no such model; it is damaged, has several labels or lacks trained
@@ -107,7 +107,7 @@ class RewardModel:
         return scores
 
     def _encode(self, prompt: Any, completion: str) -> list[int]:
-        """Tokenize; special tokens spelled out in a completion are text, so they end nothing."""
+        """Tokenize; special tokens that a completion spells out are text and end nothing."""
         if self._chat or not isinstance(prompt, str):
             asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             messages = [*asked, {"role": "assistant", "content": completion}]

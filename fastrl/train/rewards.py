@@ -1,4 +1,4 @@
-"""Rewards: a weighted sum of functions of the completions, built-in ones and the user's own."""
+"""Rewards: a weighted sum of built-in and user-defined functions of the completions."""
 
 import concurrent.futures
 import copy
@@ -33,7 +33,7 @@ class RewardError(ValueError):
 
 
 class Failure(NamedTuple):
-    """Why a function has no reward for a completion."""
+    """The reason why a function has no reward for a completion."""
 
     reason: str  # a phrase that follows the function's name
     trace: str = ""
@@ -77,7 +77,7 @@ def concatenate(scored: Sequence[Scored]) -> Scored:
 class Rewards:
     """The functions that ``config.reward`` names, with their weights.
 
-    With ``none`` it is the check of an embedded task, which shows progress, or no function.
+    With ``none`` there is only the check of an embedded task, which shows progress, or no function.
 
     Raises:
         ValueError: A function does not exist, or a weight is not finite.
@@ -111,8 +111,8 @@ class Rewards:
         """Reward completions.
 
         Raises:
-            RewardError: A function raised, returned a wrong number of rewards or one that is not
-                finite, or took too long, and there is no ``reward_failed``.
+            RewardError: A function raised, took too long, or returned a wrong number of rewards or
+                a reward that is not finite, and there is no ``reward_failed``.
         """
         texts, records = [prompt.text for prompt in prompts], [prompt.record for prompt in prompts]
         given = Completions(texts, list(completions), records, list(lengths))
@@ -254,7 +254,7 @@ def _weighted(text: str) -> tuple[str, float]:
 
 
 def _in_this_process(function: RewardFunction, given: Completions) -> list[float | Failure]:
-    """Call a function with all completions at once; if it raises, with each alone."""
+    """Call a function with all completions at once, or if it raises, with each one alone."""
     try:
         return _checked(function, given.prompts, given.texts, given.records)
     except (Exception, SystemExit) as error:  # a user's function may raise anything
@@ -300,7 +300,7 @@ def _call(path: str, prompt: str, text: str, record: Record) -> float | Failure:
 
 
 def _checked(function: RewardFunction, *columns: Any) -> list[float | Failure]:
-    """Call a function and check its result; it gets copies, so that it can change no other's."""
+    """Call a function on copies of its arguments, and check its result."""
     prompts, texts, records = columns
     returned = function(list(prompts), list(texts), copy.deepcopy(records))
     if isinstance(returned, (str, bytes, Mapping)):

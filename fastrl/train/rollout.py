@@ -17,9 +17,9 @@ class Completion(NamedTuple):
     Attributes:
         token_ids: integers `[T]`, up to and including the end token.
         logprobs: log-probabilities under the sampler at its temperature, in nats, float32 `[T]`.
-        ended: False if the completion reached the length limit without an end.
-        sampled: bool `[T]`, False where a tool or the user wrote; None: all True.
-        kept: the sets from which the T tokens were sampled; None: the whole vocabulary.
+        ended: whether the completion has an end; False if it reached the length limit without one.
+        sampled: bool `[T]`, False for tokens that a tool or the user wrote; None means all True.
+        kept: the sets from which the T tokens were sampled; None means the whole vocabulary.
 
     Examples:
         >>> import torch
@@ -80,10 +80,10 @@ class Rollout(NamedTuple):
 def rollout_of(
     prompts: list[Prompt], completions: list[Completion], device: torch.device
 ) -> Rollout:
-    """Return completions as tensors on ``device``; those of a prompt are consecutive.
+    """Return completions as tensors on ``device``; completions of a prompt are consecutive.
 
     Raises:
-        ValueError: A completion has no tokens, or lacks a log-probability or a mask for one.
+        ValueError: A completion has no tokens, or a token has no log-probability or mask.
         FloatingPointError: A token was sampled from logits that are not finite.
     """
     masks = []

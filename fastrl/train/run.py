@@ -1,4 +1,4 @@
-"""The frame of a run: load or resume, log, save, and leave a checkpoint however the run ends."""
+"""The frame of a run, which loads or resumes, logs, saves, and always leaves a checkpoint."""
 
 import signal
 import time
@@ -51,9 +51,9 @@ def prepare(config: RunConfig) -> Setup:
     """Check and load everything that ``config`` names; lock the directory of the run.
 
     Raises:
-        ValueError: Something would stop the run later: a missing file, a prompt that is too long,
+        ValueError: The run would stop later, because of a missing file, a prompt that is too long,
             a reward that does not exist or returns a wrong type, damaged weights, prompts that
-            changed since the run began, another process in the same directory.
+            changed since the run began, or another process in the same directory.
     """
     log = RunLog(config)
     with ExitStack() as unless_prepared:
@@ -106,8 +106,8 @@ def training_run(
     - An interrupt before the first optimizer step of a step ends it at the next token or
       micro-batch, and the earlier steps are saved. After it, the step is finished first.
     - An error before the first optimizer step leaves a checkpoint of the earlier steps. After it,
-      and after numbers that are not finite, nothing is saved, since the weights belong to no step.
-      The message tells where ``--resume`` continues.
+      and after numbers that are not finite, nothing is saved, because the weights belong to no
+      step. The message tells where ``--resume`` continues.
 
     Args:
         setup: The result of `prepare`.
@@ -229,7 +229,7 @@ class TrainingRun:
             self._log.report()
 
     def _measure_what_is_missing(self) -> None:
-        """Evaluate before the first step, or where an interrupt prevented it."""
+        """Evaluate before the first step, or if an interrupt prevented an evaluation."""
         start, rows = self.phase.read(), self._log.rows
         if not rows:
             self._log.write({"step": self.step, **self._evaluate(), **start})
@@ -240,8 +240,8 @@ class TrainingRun:
         """Save a checkpoint after the steps done so far.
 
         Raises:
-            CheckpointError: It could not be written.
-            FloatingPointError: A weight or logit is not finite; the old checkpoint is better.
+            CheckpointError: The checkpoint could not be written.
+            FloatingPointError: A weight or logit is not finite; the old checkpoint is kept.
         """
         model = self._setup.model
         self._between_steps = False  # an interrupt waits
@@ -308,7 +308,7 @@ class TrainingRun:
     def _evaluate(self) -> Row:
         """Return the mean reward of greedy completions of the held-out prompts.
 
-        It uses no random numbers.
+        No random numbers are used.
         """
         setup = self._setup
         if not setup.rewards:

@@ -178,7 +178,7 @@ class RunLog:
         tqdm.write(printable(line, keep="\n"))
 
     def report(self, *, always: bool = False) -> None:
-        """Write ``report.html`` and ``curves.png``, if the last ones are a minute old."""
+        """Write ``report.html`` and ``curves.png`` if the last versions are a minute old."""
         if not always and time.monotonic() - self._reported < _REPORT_SECONDS:
             return
         try:
@@ -315,7 +315,7 @@ class _Progress:
 
 
 def _chosen(collected: list[dict[str, Any]], seed: str) -> list[dict[str, Any]]:
-    """Return the best and the worst sample, and a random one that depends on the seed alone."""
+    """Return the best sample, the worst, and a random one that depends only on the seed."""
     order = sorted(collected, key=lambda sample: -sample["reward"])
     ends = [*zip(("best", "worst"), (order[:1] + order[1:][-1:]), strict=False)]
     others = [("random", random.Random(seed).choice(order[1:-1]))] if len(order) > 2 else []

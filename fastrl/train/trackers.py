@@ -12,9 +12,9 @@ from fastrl.train.config import RunConfig
 
 
 class Trackers:
-    """The trackers that ``config.track`` names; they begin with the first row that is written.
+    """The trackers that ``config.track`` names, which begin with the first row that is written.
 
-    A tracker must never stop a run: a failing one is named once, and left out from then on.
+    A tracker must never stop a run: if one fails, it is named once and then left out.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Trackers:
                 self._guarded(name, partial(self._write, name, values, step))
 
     def close(self, *, failed: bool) -> None:
-        """Complete the trackers; ``failed`` says whether an error ended the run."""
+        """Complete the trackers; ``failed`` tells whether an error ended the run."""
         for name, run in list(self._open.items()):
             if run is not None:
                 options = {"exit_code": int(failed)} if name == "wandb" else {}

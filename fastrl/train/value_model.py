@@ -22,8 +22,8 @@ from fastrl.train.rollout import Rollout
 class ValueModel(nn.Module):
     """A hidden layer and one value per token, initially 0, on hidden states.
 
-    With ``value_model="shared"`` these are the policy's. With ``"separate"`` they come from its own
-    backbone, a copy of the policy's that is trained by the value loss alone.
+    With ``value_model="shared"`` these are the policy's hidden states. With ``"separate"`` they
+    come from a backbone of its own, a copy of the policy's that only the value loss trains.
     """
 
     def __init__(self, model: Any, config: PpoConfig) -> None:

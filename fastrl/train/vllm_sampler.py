@@ -22,7 +22,7 @@ _MOST_KL = {torch.float32: 1e-5, torch.bfloat16: 0.02}
 
 
 class VllmEngine:
-    """The fastest engine. On a GPU it sleeps while the model learns, and its weights are dropped.
+    """The fastest engine. On a GPU it sleeps and drops its weights while the model learns.
 
     Each call hands over the model's weights, and compares log-probabilities of the samples with
     the model's. The engine's cache holds ``tokens_per_generation`` tokens.

@@ -153,7 +153,7 @@ REFUSED = {
     "twice": (lambda one: [[1, 1]] * len(one.token_ids), "must not repeat an id"),
     "of others": (
         lambda one: [[1]] * len(one.token_ids),
-        r"got \d of \d that are not among theirs",
+        r"got \d of \d sampled tokens outside their set",
     ),
 }
 GIVEN = None
@@ -209,7 +209,7 @@ def test_what_a_tool_wrote_needs_no_set(tiny):
     with pytest.raises(ValueError, match=BIASED):
         checked_completion(one, [1, 2], model, config, greedy=False)
     one.sampled, one.kept = [True] * 5, KeptTokens.from_lists([[4], [5], [9], [9], [7]])
-    with pytest.raises(ValueError, match="got 2 of 5 that are not among theirs"):
+    with pytest.raises(ValueError, match="got 2 of 5 sampled tokens outside their set"):
         checked_completion(one, [1, 2], model, config, greedy=False)
 
 

@@ -1,9 +1,11 @@
 """What goes into a run: settings, the command line, and prompts; what is wrong in them is named."""
 
+import ast
 import json
 import pickle
 import shlex
 import shutil
+from inspect import getsource
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ import datasets
 
 from fastrl.train import arithmetic, long_addition
 from fastrl.train.command_line import parse
-from fastrl.train.config import GrpoConfig, PpoConfig
+from fastrl.train.config import GrpoConfig, PpoConfig, RunConfig
 from fastrl.train.loading import character_tokenizer
 from fastrl.train.prompts import count_shared, deal, encode, read_records
 from tests.train.runs import LOOPS, run
@@ -231,3 +233,12 @@ def test_the_embedded_tasks(task):
     assert all(eval(prompt.strip("?:= ")) == int(answer) for prompt, answer in sums.items())
     if task is arithmetic:
         assert (asked["seven plus 5 ="], asked["3 from nine is"]) == ("12", "6")
+
+
+@pytest.mark.parametrize("kind", [RunConfig, GrpoConfig, PpoConfig])
+def test_every_line_of_the_help_ends_a_sentence(kind):
+    """tyro breaks the help of an option where its docstring breaks a line."""
+    (definition,) = ast.parse(getsource(kind)).body
+    helps = [node.value.value for node in definition.body[1:] if isinstance(node, ast.Expr)]
+    assert len(helps) > 5
+    assert [text for text in helps if not all(x.endswith(".") for x in text.splitlines())] == []

@@ -48,7 +48,7 @@ _REFUSED = (
         option='`IWOPDTrainer` with `distillation_objective="jsd"` and `loss_top_k > 0`, TRL\'s '
         "default",
         handling="refused",
-        note="a divergence over a few tokens first needs the likeliest tokens of both models. "
+        note="the divergence over a few tokens first needs the likeliest tokens of both models. "
         "`loss_top_k=0` covers all tokens, and `fastrl.linear_divergence` compares with a "
         "`fastrl.Teacher.from_top_k`",
         applies=lambda t: not _is_of_tokens(t) and t.loss_top_k > 0,
