@@ -1,4 +1,4 @@
-"""Sampling completions: `generate` of `transformers`, vLLM, or a rollout of the user's own."""
+"""Sampling completions by `generate` of `transformers`, by vLLM, or by the user's own rollout."""
 
 import importlib
 import traceback
@@ -45,7 +45,7 @@ class TokenCount(NamedTuple):
 
 
 class Engine(Protocol):
-    """A sampler from softmax(logits / temperature), or from the tokens that are kept of it."""
+    """A sampler from softmax(logits / temperature), or from the tokens that are kept."""
 
     def complete(self, prompts: list[list[int]], *, greedy: bool) -> list[Completion]:
         """Complete each prompt; ``greedy`` takes the most likely tokens, without random numbers.
@@ -85,7 +85,7 @@ class Sampler:
         """Sample ``group_size`` completions of each prompt.
 
         Returns:
-            The rollout and the completions as strings; those of a prompt are consecutive.
+            The rollout and the completions as strings; completions of a prompt are consecutive.
 
         Raises:
             FloatingPointError: The logits are not finite.
@@ -94,7 +94,7 @@ class Sampler:
         return self._complete(prompts, group_size, greedy=False)
 
     def greedy(self, prompts: list[Prompt]) -> tuple[Rollout, list[str]]:
-        """Complete each prompt with the most likely tokens; uses no random numbers."""
+        """Complete each prompt with the most likely tokens, without random numbers."""
         return self._complete(prompts, 1, greedy=True)
 
     def _complete(
@@ -305,10 +305,10 @@ def choose(
 
 
 class _TokenChoice(LogitsProcessor):
-    """The choice of the tokens of ``generate(do_sample=False)``, with their log-probabilities.
+    """The choice of tokens in ``generate(do_sample=False)``, with their log-probabilities.
 
     If it samples from a part of the vocabulary, it records that part, too. It is the last
-    processor: `transformers` adds its own before it, but none for sampling.
+    processor: `transformers` adds its own processors before it, but none for sampling.
     """
 
     def __init__(self, config: RunConfig, uniforms: Tensor | None) -> None:

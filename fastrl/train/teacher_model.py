@@ -15,7 +15,7 @@ from fastrl.train.policy import check_head, check_packing, policy_outputs
 
 
 class TeacherModel:
-    """The model that ``config.teacher`` names, which must have the tokens of the policy.
+    """The model that ``config.teacher`` names, which must have the same tokens as the policy.
 
     It computes in the run's precision and at its temperature, as the policy does: if the two agree,
     they agree at every temperature.
@@ -53,7 +53,7 @@ class TeacherModel:
 
     @torch.no_grad()
     def __call__(self, batch: PackedBatch) -> Teacher:
-        """Return its distributions of the scored tokens of a packed row."""
+        """Return the teacher's distributions at the scored tokens of a packed row."""
         states, logits, head = policy_outputs(self.model, batch, self._config)
         beta, temperature = self._config.teacher_beta, self._config.temperature
         options: dict[str, Any] = {"beta": beta, "temperature": temperature}

@@ -159,7 +159,7 @@ def call_with_forward(model: nn.Module, forward: Callable[..., Result], **inputs
     if not results:
         raise ValueError(
             f"{type(model).__name__} must call the forward of the {type(causal).__name__} in it, "
-            "and has kept or replaced it"
+            "but has kept or replaced that forward"
         )
     return in_own_dtypes(returned, results[-1])
 
@@ -259,12 +259,11 @@ def _refuse_adapters_of_the_wrapper(model: nn.Module) -> None:
     config = getattr(model, "active_peft_config", None) if hasattr(model, "peft_config") else None
     if getattr(config, "is_prompt_learning", False):
         raise ValueError(
-            "model must not use a prompt-learning adapter: the wrapper adds its virtual tokens, "
-            "not the backbone; `inside_forward` calls the wrapper"
+            "model must not use a prompt-learning adapter: the wrapper, not the backbone, adds its "
+            "virtual tokens; `inside_forward` calls the wrapper"
         )
     if getattr(config, "alora_invocation_tokens", None):
         raise ValueError(
-            "model must not use an activated LoRA (alora_invocation_tokens): the wrapper tells the "
-            "layers from which token on it applies, not the backbone; `inside_forward` calls the "
-            "wrapper"
+            "model must not use an activated LoRA (alora_invocation_tokens): the wrapper, not the "
+            "backbone, tells the layers where it begins; `inside_forward` calls the wrapper"
         )

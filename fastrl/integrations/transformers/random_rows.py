@@ -97,7 +97,7 @@ class RandomRows:
     def _no_logits_of_rows(self) -> ValueError:
         return ValueError(
             f"{type(self._causal).__name__} must compute its logits with its LM head from the last "
-            "hidden states of its base_model, and calls the head on something else, or not at all; "
+            "hidden states of its base_model, but calls the head on something else, or not at all; "
             + LOGITS
         )
 

@@ -36,7 +36,7 @@ def tpo_trainer(trainer: Any, base: type, choices: Choices) -> LogitsHandle:
     if not {_ENTROPY, "F", "cross_entropy"}.issubset(names):
         raise ValueError(
             f"{base.__name__}.{_LOSS} of this version of TRL does not call {_ENTROPY} and "
-            "F.cross_entropy, for which use_fastrl has others"
+            "F.cross_entropy, which use_fastrl replaces"
         )
     arguments = ("model", "inputs", "return_outputs")
     return logits_handle(trainer, base, Method(_LOSS, arguments, _loss), choices)
