@@ -32,8 +32,8 @@ TESTED = (
 class LigerFusedLinearGRPOLoss(nn.Module):
     """GRPO and its variants from hidden states and LM head, with Liger's arguments and results.
 
-    The losses are those of Liger's `LigerFusedLinearGRPOLoss` (arXiv 2410.10989), computed by
-    `linear_policy_loss`. `Objective.preset` names the papers.
+    `linear_policy_loss` computes the losses of Liger's `LigerFusedLinearGRPOLoss` (arXiv
+    2410.10989). `Objective.preset` names the papers.
 
     | loss_type | loss of a token | aggregation |
     | --- | --- | --- |

@@ -126,7 +126,8 @@ def from_parallel_hidden_states_to_logprobs(
         runtime_gather_output: ignored, as in NeMo RL.
         target: token ids of the whole vocabulary, `[B, S]`, the same on every rank. They are not
             shifted: this function shifts them.
-        vocab_start_index: id of this rank's first row; its rows follow those of the previous rank.
+        vocab_start_index: id of this rank's first row; its rows follow the rows of the previous
+            rank.
         vocab_end_index: one past the id of this rank's last row.
         tp_group: the R ranks that share the head and the positions, or None.
         inference_only: True if no gradient is needed.

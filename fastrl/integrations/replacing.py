@@ -20,7 +20,7 @@ class Replacement(NamedTuple):
     Attributes:
         module: the module that defines the function, `package.some.module`.
         name: the name of a function in the module, of a method (`Class.method`), or of the `apply`
-            of an autograd function, whose parameters are those of its `forward` without `ctx`.
+            of an autograd function, which has the parameters of its `forward` without `ctx`.
         function: fastrl's function, with the same parameters and defaults.
         optional: whether some versions of the package do not have the function.
         when_imported: whether `module` needs packages that not every process has. It is then not

@@ -15,7 +15,7 @@ def hand_over_weights(llm: Any, model: Any) -> None:
 
     Args:
         llm: A ``vllm.LLM`` in this process, with the architecture of the model.
-        model: A causal LM, or one that PEFT wraps.
+        model: A causal LM, with or without PEFT's wrapper.
     """
     llm.collective_rpc("reload_weights", args=(plain_weights(model),))
     llm.apply_model(_pack_head)

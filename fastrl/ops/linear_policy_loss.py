@@ -70,12 +70,13 @@ def linear_policy_loss(
 ) -> PolicyLoss:
     """Return `logits_policy_loss` of hidden @ weight^T + bias, without storing all logits at once.
 
-    `policy_loss` (PPO, arXiv 1707.06347, and its variants) defines the loss; log-probabilities and
-    entropies are those of `linear_token_stats`. Logits exist for a chunk of rows at a time, as in
-    Liger (arXiv 2410.10989). At token level, the loss and all gradients take one pass over the
-    chunks: 6NHV floating-point operations, 4NHV with a frozen head, 2NHV without gradients. Masked
-    rows are left out of all GEMMs. Rows with advantage or weight 0, and on a CPU clipped rows, are
-    left out of the GEMMs for gradients. `linear_token_logprobs` states the precision of the GEMMs.
+    `policy_loss` (PPO, arXiv 1707.06347, and its variants) defines the loss, and
+    `linear_token_stats` the log-probabilities and entropies. Logits exist for a chunk of rows at a
+    time, as in Liger (arXiv 2410.10989). At token level, the loss and all gradients take one pass
+    over the chunks: 6NHV floating-point operations, 4NHV with a frozen head, 2NHV without
+    gradients. Masked rows are left out of all GEMMs. Rows with advantage or weight 0, and on a CPU
+    clipped rows, are left out of the GEMMs for gradients. `linear_token_logprobs` states the
+    precision of the GEMMs.
 
     The backward leaves the gradients as they are if the upstream factor is 1. Any other factor, a
     compiled graph or a retained graph costs another read and write of the gradients, so pass a

@@ -58,8 +58,8 @@ def logits_policy_loss(
 ) -> PolicyLoss:
     """Return `policy_loss` of the log-probabilities of tokens under logits.
 
-    `policy_loss` (PPO, arXiv 1707.06347, and its variants) defines the loss; log-probabilities and
-    entropies are those of `token_stats`. The only other tensor of the size of the logits is their
+    `policy_loss` (PPO, arXiv 1707.06347, and its variants) defines the loss, and `token_stats` the
+    log-probabilities and entropies. The only other tensor of the size of the logits is their
     gradient. For objectives at token level each row is read once, and its gradient is written once,
     while the row is still in cache. With c_t = dL/dlogprob_t and z = softcap(logit_scale * logits)
     / temperature:

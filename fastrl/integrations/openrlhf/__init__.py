@@ -68,8 +68,8 @@ class PolicyLoss(nn.Module):
     (arXiv 2507.18071) r is the geometric mean over the sequence.
 
     With the arguments of OpenRLHF 0.11.2, `forward` returns (loss, clip_ratio, ppo_kl, vllm_kl,
-    is_filter_ratio); with those of 0.11.0 (`enable_vllm_is_correction=...`) it returns the first
-    four.
+    is_filter_ratio); with the arguments of 0.11.0 (`enable_vllm_is_correction=...`) it returns the
+    first four.
 
     Args:
         clip_eps_low: distance of the lower bound from 1.
@@ -172,8 +172,8 @@ class PolicyLoss(nn.Module):
             rollout_log_probs: log-probabilities under the old policy, computed by the rollout
                 engine, `[B, T]`.
             dp_size: the number of ranks over which gradients are averaged.
-            batch_num_tokens: tokens of the global batch; None counts those of this batch.
-            global_batch_size: sequences of the global batch; None counts those of this batch.
+            batch_num_tokens: the number of tokens in the global batch; None counts this batch.
+            global_batch_size: the number of sequences in the global batch; None counts this batch.
         """
         mask = torch.ones_like(log_probs) if action_mask is None else action_mask
         if self.gate.level != "off" and rollout_log_probs is None:

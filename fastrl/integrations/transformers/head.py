@@ -62,7 +62,7 @@ def lm_head(model: nn.Module) -> LmHead:
 
     Raises:
         ValueError: the head is not an `nn.Linear`, its adapter is not plain LoRA, the model's
-            logits differ from those of this head, or the first call for a model is compiled.
+            logits differ from the logits of this head, or the first call for a model is compiled.
 
     Examples:
         >>> import transformers

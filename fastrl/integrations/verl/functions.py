@@ -67,7 +67,7 @@ def entropy_from_logits(logits: Tensor) -> Tensor:
     """Return the entropies -sum p log p, by `token_stats`.
 
     Args:
-        logits: `[..., V]`; those of -inf contribute 0.
+        logits: `[..., V]`; a logit of -inf contributes 0.
 
     Returns:
         Entropies in nats, fp32 `[...]`.

@@ -1,7 +1,7 @@
 """verl's functions of logits whose vocabulary is split over Megatron's tensor-parallel ranks.
 
 `logits` are this rank's part `[..., V / ranks]`. Token ids and results refer to the whole
-vocabulary and are the same on every rank. The group is the one of verl's Megatron. Only the
+vocabulary and are the same on every rank. The group is Megatron's, which verl has set up. Only the
 backward of `vocab_parallel_log_probs_from_logits` overwrites logits, and only float32 ones.
 """
 

@@ -67,7 +67,7 @@ class HeadGradients:
     """Gradients of the head's parameters, accumulated over chunks, if they are needed."""
 
     def __init__(self, head: LinearHead, needs: tuple[bool, ...]) -> None:
-        """Allocate them; `needs` says which of weight, bias, lora_a and lora_b need one."""
+        """Allocate them; `needs` has a flag for each of weight, bias, lora_a and lora_b."""
         self._head = head
         self._sums = [
             new_large(parameter, parameter.shape, head.dtype)

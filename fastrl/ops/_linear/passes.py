@@ -134,9 +134,9 @@ def linear_policy_loss_fwd(*arguments: Any) -> tuple[Tensor, ...]:
     """Return statistics of all rows and the gradients of the loss, in one pass over the rows.
 
     The statistics are log-probability, entropy, divergence, the teacher's entropy and whether the
-    top tokens agree. After the arguments of `LinearCall` come those of the loss and the objective,
-    the weights of the divergence, which gradients are needed, and whether the metrics need rows
-    without a gradient.
+    top tokens agree. The arguments of `LinearCall` are followed by the arguments of the loss and
+    the objective, the weights of the divergence, and flags for the needed gradients and for metrics
+    that need rows without a gradient.
     """
     flat = Arguments(arguments)
     call = flat.take(LinearCall)

@@ -87,8 +87,8 @@ class LinearWalk:
     ) -> None:
         """Order the rows and allocate the buffers.
 
-        `needs` says which of hidden, weight, bias, lora_a and lora_b need a gradient. `kept` has
-        all rows in their own order. `exchanging` says whether statistics are computed, which the
+        `needs` tells which of hidden, weight, bias, lora_a and lora_b need a gradient. `kept` has
+        all rows in their own order. `exchanging` tells whether statistics are computed, which the
         ranks of a split vocabulary exchange.
         """
         hidden, head = call.hidden, call.head()

@@ -72,7 +72,7 @@ def add_divergence(
 ) -> tuple[Tensor, Tensor]:
     """Return the loss with its divergence term, and the metrics including a teacher's.
 
-    `still` says which tokens have no gradient from the other terms.
+    `still` marks tokens that have no gradient from the other terms.
     """
     loss = loss + torch.where(weights == 0, 0.0, weights * compared.divergence).sum()
     count = active.sum().clamp(min=1)

@@ -178,7 +178,7 @@ class Pair:
         )
 
     def _operators(self) -> Any:
-        """Return the operators of this backend; CUDA uses those of Triton or the CPU."""
+        """Return the operators of this backend; CUDA uses Triton's or the CPU's."""
         if self.backend != "cuda":
             return operators(self.backend)
         return operators("triton" if self.logits.is_cuda else "cpu")

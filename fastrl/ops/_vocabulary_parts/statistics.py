@@ -160,6 +160,6 @@ class Exchange:
 
 
 def combined(gathered: Tensor, part: PartRows) -> RowStats:
-    """Return the statistics of whole rows from those of all parts, `[R, fields, B, T]`."""
+    """Return the statistics of whole rows from the statistics of all parts, `[R, fields, B, T]`."""
     fields = reference.PartStats._make(gathered.unbind(1))
     return reference.whole_stats(fields, part.rows, part.active(), part.known)
