@@ -170,7 +170,7 @@ def trainer(tiny_path, tmp_path_factory):
 REFUSED = {
     "use_vllm": (True, "`use_vllm`: TRL would have to start vLLM with `return_sampling_mask=True`"),
     "use_transformers_continuous_batching": (True, "continuous_batching`: its logits belong to"),
-    "rollout_func": (print, "`rollout_func`, tools or environments: their completions are not"),
+    "rollout_func": (print, "`rollout_func`, tools or environments: their completions do not"),
     "tools": ([print], "tools or environments"),
     "environment_factories": ({None: print}, "tools or environments"),
     "model.active_peft_config": (
