@@ -1,9 +1,8 @@
 """The divergence of a student's rows of logits from a teacher's, and the gradient of these rows.
 
-With the student's distribution q and the teacher's distribution p, everything is computed from
-y = log2 q/p, which comes from the logits themselves, from the larger probability, and from
-expm1(-|ln q/p|), as in csrc/cpu/vocabulary/divergence_blocks.h, so differences of nearly equal rows
-keep their digits.
+With the student's distribution q and the teacher's p, everything is computed from y = log2 q/p,
+which comes from the logits themselves, from the larger probability, and from expm1(-|ln q/p|), as
+in csrc/cpu/vocabulary/divergence_blocks.h, so differences of nearly equal rows keep their digits.
 
 One program goes through both rows; the gradient begins at their end, as in row_gradient.py.
 """
