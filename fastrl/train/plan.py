@@ -1,6 +1,6 @@
 """The peak memory of a run, predicted from its settings and the model's configuration.
 
-``fastrl grpo --plan 24 --model NAME ...`` prints the memory part by part without loading any weights,
+``fastrl grpo --plan 24 --model NAME ...`` prints the memory part by part without loading weights,
 and names the options with which the run fits 24 GiB; `docs/long-sequences.md` explains them.
 ``python bench/train_memory.py`` compares the prediction with measurements.
 """
