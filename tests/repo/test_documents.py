@@ -194,16 +194,6 @@ def test_the_distillation_script_nears_the_teacher(small_models, faster, capsys)
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_the_trl_script_trains_and_saves(small_models, tmp_path, capsys):
-    needed("trl")
-    exec(script("trl.md"), names := {"__name__": "script"})
-    assert names["trainer"].state.global_step == 10
-    assert "the loss is fused" in capsys.readouterr().out
-    assert (tmp_path / "runs" / "trl" / "model.safetensors").is_file()
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
 def test_the_first_run_logs_the_same_with_fastrl(small_models, capsys, monkeypatch):
     needed("trl")
     path, logs = ROOT / "docs" / "first_run.py", []

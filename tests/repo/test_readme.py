@@ -29,7 +29,7 @@ BLOCKS = [
 #: Its scripts are for torchrun, and have a test file.
 MANY_DEVICES = "docs/many-devices.md"
 #: test_documents.py runs these scripts on small models.
-SCRIPTS = {f"docs/examples/{name}.md" for name in ("grpo", "trl", "verl", "distillation")}
+SCRIPTS = {f"docs/examples/{name}.md" for name in ("grpo", "verl", "distillation")}
 #: test_hub_package.py generates the package that its code loads.
 HUB = "docs/hub.md"
 #: Code within sentences.

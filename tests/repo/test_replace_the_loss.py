@@ -65,20 +65,18 @@ def test_every_change_is_run():
 
 
 @pytest.mark.slow
-def test_trl(tmp_path, monkeypatch):
+def test_trl(tmp_path):
     needed("trl")
     trainer = make_trainer(save_model(tmp_path / "model"), output_dir=tmp_path, max_steps=1)
     names = dict.fromkeys(("model", "reward", "config", "dataset"))
     names["GRPOTrainer"] = lambda **_: trainer
-    (_, change), (_, complete) = blocks("trl")
+    ((_, change),) = blocks("trl")
     exec(change, names)
     assert trainer.state.global_step == 1
-    assert "_compute_loss" in trainer.__dict__
-    monkeypatch.chdir(tmp_path)
-    exec(complete, names := {})
     assert names["handle"].fused
-    assert names["trainer"].state.global_step == 1
-    assert "_compute_loss" not in names["trainer"].__dict__
+    assert "_compute_loss" in trainer.__dict__
+    names["handle"].undo()
+    assert "_compute_loss" not in trainer.__dict__
 
 
 def rows(count=8, length=9):
