@@ -1,4 +1,4 @@
-"""The scripts of `docs/many-devices.md` run on two processes and compute what they should."""
+"""The scripts that `docs/many-devices.md` links compute the same on two processes as on one."""
 
 import inspect
 import os
@@ -17,11 +17,11 @@ from tests.ops.ranks.gloo_ranks import on_ranks
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "many-devices.md").read_text()
-(TRL,) = re.findall(r"^```python\n(.*?)^```$", TEXT, flags=re.DOTALL | re.MULTILINE)
-#: The loops that the page links.
+#: The scripts that the page links: one for TRL, and whole loops.
 SCRIPTS = {
     name: (ROOT / "docs" / name).read_text() for name in re.findall(r"\]\((\w+\.py)\)", TEXT)
 }
+TRL = SCRIPTS.pop("trl_ranks.py")
 #: How a test starts the page's script for TRL: as it is, but FSDP2 on a CPU.
 STARTED = """
 import sys
