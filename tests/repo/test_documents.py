@@ -184,7 +184,7 @@ def test_the_grpo_script_raises_the_reward(small_models, faster, capsys):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_distillation_script_nears_the_teacher(small_models, faster, capsys):
-    exec(script("distillation.md"), {"__name__": "script"})
+    runpy.run_path(str(ROOT / "docs" / "examples" / "distillation.py"))
     text = capsys.readouterr().out
     divergences, agreements = numbers_after("divergence", text), numbers_after("agreement", text)
     assert len(divergences) == 30

@@ -26,10 +26,8 @@ BLOCKS = [
     for language, title, code in FENCE.findall(path.read_text())
     if not title
 ]
-#: Its scripts are for torchrun, and have a test file.
-MANY_DEVICES = "docs/many-devices.md"
 #: test_documents.py runs these scripts on small models.
-SCRIPTS = {f"docs/examples/{name}.md" for name in ("grpo", "verl", "distillation")}
+SCRIPTS = {f"docs/examples/{name}.md" for name in ("grpo", "verl")}
 #: test_hub_package.py generates the package that its code loads.
 HUB = "docs/hub.md"
 #: Code within sentences.
@@ -38,8 +36,7 @@ INLINE = [
     for path in (str(path.relative_to(ROOT)) for path in DOCUMENTS)
     for code in re.findall(r"`([^`]+)`", FENCE.sub("", (ROOT / path).read_text()))
 ]
-PYTHON = [block for block in BLOCKS if block[1] == "python" and block[0] != MANY_DEVICES]
-PYTHON = [block for block in PYTHON if block[0] not in {*SCRIPTS, HUB}]
+PYTHON = [b for b in BLOCKS if b[1] == "python" and b[0] not in {*SCRIPTS, HUB}]
 COMMANDS = [block for block in BLOCKS if block[1] == "bash"]
 COMMANDS += [block for block in INLINE if re.match("(fastrl|make|python|torchrun) ", block[2])]
 

@@ -1,10 +1,5 @@
-# On-policy distillation
+"""On-policy distillation: a student learns a teacher's distribution on its own answers."""
 
-The student samples answers. The loss is the divergence of its distribution from the teacher's at every
-token of these answers, over the whole vocabulary. Whole logits exist for neither model: both are
-projected and compared one chunk at a time.
-
-```python
 import random
 
 import torch
@@ -54,12 +49,3 @@ for step in range(STEPS):
     optimizer.zero_grad()
     divergence, agrees = (result.metrics[name] for name in ("divergence", "teacher_agreement"))
     print(f"{step} divergence {divergence:.4f} agreement {agrees:.3f}")
-```
-
-- `beta=1.0` is the reverse KL, KL(student, teacher), and `beta=0.0` is the forward KL. Values between them
-  are generalised Jensen-Shannon divergences.
-- If you pass `advantages` as well, policy loss and divergence come from one pass.
-- The two models may differ in width, but need the same tokens. If one head has more rows, pass its first
-  V rows alone: `lm_head(teacher).weight[:V]`.
-
-[Distillation and exact KL](../distillation.md) has formulas, costs and accuracy.
