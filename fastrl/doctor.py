@@ -21,7 +21,7 @@ from fastrl.native import cpu_capability
 
 _PACKAGE = "fastrl-kernels"
 #: Extras for development, which a user does not need.
-_OF_DEVELOPMENT = {"bench", "test", "lint", "release", "dev"}
+_OF_DEVELOPMENT = {"bench", "docs", "test", "lint", "release", "dev"}
 _REQUIREMENT = re.compile(r"([\w.-]+)\s*([^;]*?)\s*;.*extra\s*==\s*['\"]([\w-]+)['\"]")
 _GIB = 2**30
 
@@ -66,10 +66,10 @@ def _packages() -> list[str]:
         extras.setdefault(extra, []).append(f"{name} {state}")
         if not usable:
             missing.add(extra)
-    lines = ["optional packages, by extra:"]
+    lines, width = ["optional packages, by extra:"], max(map(len, extras), default=0)
     for extra, states in extras.items():
         install = f"; pip install '{_PACKAGE}[{extra}]'" if extra in missing else ""
-        lines.append(f"  {extra:<10} {', '.join(states)}{install}")
+        lines.append(f"  {extra:<{width}} {', '.join(states)}{install}")
     return lines
 
 

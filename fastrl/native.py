@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import importlib.metadata
+import importlib.util
+import json
 import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import torch
+from torch.torch_version import TorchVersion
 
 from fastrl import fakes as fakes
 from fastrl import library as library
@@ -56,20 +63,44 @@ def _driver_too_old() -> str | None:
     )
 
 
-def _load(module: str, compiler: str, install: str) -> str | None:
+def _load(module: str, compiler: str, build: str) -> str | None:
     """Import a compiled module; return why it cannot be imported, or None."""
+    if TorchVersion(torch.__version__) < "2.10":
+        return f"fastrl needs torch 2.10 or later, and this is torch {torch.__version__}"
+    here = Path(__file__).resolve().parent
+    spec = importlib.util.find_spec(module)
+    # an editable installation of another checkout may find its own module for this package
+    if spec is None or Path(str(spec.origin)).parent.resolve() != here:
+        in_place = "`{}pip install --no-build-isolation -e .` in " + str(here.parent)
+        if hidden := _hidden(module, here):
+            return (
+                f"{here} has no compiled extension and hides the installed fastrl in {hidden}, "
+                f"which has one: run Python in another folder, or {in_place.format('')}"
+            )
+        again = (
+            in_place
+            if (here.parent / "csrc").exists()
+            else "`{}pip install --force-reinstall --no-deps --no-build-isolation --no-binary "
+            "fastrl-kernels fastrl-kernels`"
+        ).format(f"{build} ")
+        return f"the compiled extension is not built: install {compiler}, then {again}"
     try:
         importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != module:
-            raise
-        return (
-            f"the compiled extension is not built: install {compiler} and reinstall from source "
-            f"with `{install} --force-reinstall --no-deps --no-build-isolation --no-binary "
-            "fastrl-kernels fastrl-kernels`, or in a checkout with `.` in place of the last name"
-        )
     except ImportError as error:
         return f"the compiled extension was built but does not load here ({error}); reinstall it"
+    return None
+
+
+def _hidden(module: str, here: Path) -> Path | None:
+    """Return the folder of an installed fastrl other than ``here`` that has a compiled module."""
+    for installed in importlib.metadata.distributions(name="fastrl-kernels"):
+        origin = json.loads(installed.read_text("direct_url.json") or "{}")
+        root = Path(str(installed.locate_file("")))
+        if origin.get("dir_info", {}).get("editable"):
+            root = Path(url2pathname(urlsplit(origin["url"]).path))
+        folder = (root / "fastrl").resolve()
+        if folder != here and any(folder.glob(f"{module.partition('.')[2]}.*")):
+            return folder
     return None
 
 
@@ -86,13 +117,11 @@ def _out_of_date() -> str | None:
 
 
 missing = (
-    _load("fastrl._C", "a C++ compiler (g++ or clang++)", "FASTRL_BUILD=cpu pip install")
-    or _out_of_date()
+    _load("fastrl._C", "a C++ compiler (g++ or clang++)", "FASTRL_BUILD=cpu") or _out_of_date()
 )
 if torch.version.cuda is None:
     cuda_missing = "this torch was built without CUDA"
 else:
     cuda_missing = (
-        _load("fastrl._C_cuda", "the CUDA toolkit (nvcc)", "FASTRL_BUILD=cuda pip install")
-        or _driver_too_old()
+        _load("fastrl._C_cuda", "the CUDA toolkit (nvcc)", "FASTRL_BUILD=cuda") or _driver_too_old()
     )

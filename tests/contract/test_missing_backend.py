@@ -1,8 +1,12 @@
 """Without a compiled backend, plain PyTorch computes, and one warning says what is missing."""
 
+import importlib.metadata
+import json
+import shutil
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +14,9 @@ import torch
 from fastrl import native
 
 SETUP = """
-import sys, warnings
+import importlib.metadata, sys, warnings
 sys.modules["fastrl._C"] = None  # as if it were not there
+importlib.metadata.distributions = lambda **options: []
 warnings.simplefilter("always")
 with warnings.catch_warnings(record=True) as caught:
     import fastrl, torch
@@ -86,3 +91,49 @@ def test_a_driver_older_than_the_cuda_extension_is_named(supported, reason, monk
     monkeypatch.setitem(sys.modules, "fastrl._C_cuda", extension)
     found = native._driver_too_old()
     assert found is None if reason is None else reason in found
+
+
+@pytest.mark.parametrize("editable", [True, False])
+def test_a_checkout_that_hides_a_compiled_installation_is_named(tmp_path, monkeypatch, editable):
+    installed, metadata = tmp_path / "installed", tmp_path / "fastrl_kernels-0.1.0.dist-info"
+    (installed / "fastrl").mkdir(parents=True)
+    (installed / "fastrl" / "_C.abi3.so").touch()
+    if not editable:
+        metadata = installed / metadata.name
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Name: fastrl-kernels\nVersion: 0.1.0\n")
+    if editable:
+        origin = {"url": installed.as_uri(), "dir_info": {"editable": True}}
+        (metadata / "direct_url.json").write_text(json.dumps(origin))
+    found = [importlib.metadata.PathDistribution(metadata)]
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda name: found)
+    # an editable installation finds its own module for this package
+    spec = types.SimpleNamespace(origin=str(installed / "fastrl" / "_C.abi3.so"))
+    monkeypatch.setattr(native.importlib.util, "find_spec", lambda name: spec)
+    said = native._load("fastrl._C", "a C++ compiler", "FASTRL_BUILD=cpu")
+    here = Path(native.__file__).parent
+    assert said == (
+        f"{here} has no compiled extension and hides the installed fastrl in {installed}/fastrl, "
+        "which has one: run Python in another folder, or `pip install --no-build-isolation -e .` "
+        f"in {here.parent}"
+    )
+    shutil.rmtree(installed / "fastrl")
+    said = native._load("fastrl._C", "a C++ compiler", "FASTRL_BUILD=cpu")
+    assert said.endswith(
+        "install a C++ compiler, then `FASTRL_BUILD=cpu pip install --no-build-isolation -e .` in "
+        f"{here.parent}"
+    )
+
+
+def test_a_torch_that_is_too_old_is_named(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
+    said = native._load("fastrl._C", "a C++ compiler", "FASTRL_BUILD=cpu")
+    assert said == "fastrl needs torch 2.10 or later, and this is torch 2.9.1+cpu"
+    (needed,) = [one for one in _requirements() if one.startswith("torch")]
+    assert needed == "torch>=2.10"
+
+
+def _requirements():
+    text = (Path(native.__file__).parents[1] / "pyproject.toml").read_text()
+    (line,) = [line for line in text.splitlines() if line.startswith("dependencies = ")]
+    return json.loads(line.removeprefix("dependencies = "))
