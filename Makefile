@@ -50,18 +50,11 @@ help:
 	@echo "make bench        fastrl bench: speed and memory beside other libraries (ARGS='--quick', --help for more)"
 	@echo "make bench-smoke  the benchmarks on tiny shapes, to see whether they run"
 	@echo "make pictures     the pictures of the documents and numbers of the README, from bench/results"
-	@echo "make targets      compile the GPU kernels for all targets and check their cost (needs no GPU)"
+	@echo "make targets      compile the GPU kernels for all targets and check their cost: minutes, without a GPU"
 	@echo "make wheels       the archives of a release in dist/, compiled here; make check-wheels tests them installed"
 	@echo "make gpu-first gpu-second gpu-third    on a machine with a GPU and no network: six minutes, six and"
 	@echo "                  nine, one archive each in OUT; make gpu says how to run their steps alone"
 	@echo "make clean        remove what was built, and the stamps in .venv"
-
-# OpenMP's threads spin while they wait for one another. Beside other processes, whose cores they then
-# take, that makes training many times slower; so they sleep after 300 turns, microseconds.
-# The environment's GOMP_SPINCOUNT or OMP_WAIT_POLICY win.
-ifndef OMP_WAIT_POLICY
-train train-ppo train-reward: export GOMP_SPINCOUNT ?= 300
-endif
 
 train: $(VENV)/.installed-train $(BUILT)
 	$(PY) -m fastrl.train.grpo $(ARGS)

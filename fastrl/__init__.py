@@ -1,6 +1,6 @@
 """fastrl: fused losses, log-probabilities and advantages for reinforcement learning of LLMs."""
 
-from fastrl import interrupt as _interrupt  # noqa: F401  first: torch takes seconds
+from fastrl import command_start as _command_start  # noqa: F401  first: torch takes seconds
 from fastrl import native as _native  # noqa: F401  registers the operators
 from fastrl.backend import MissingBackendWarning, get_backend, set_backend
 from fastrl.objective import Objective

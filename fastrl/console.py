@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import fastrl
-from fastrl import doctor
+from fastrl import command_start, doctor
 
 LOOPS = {
     "grpo": "train a policy on rewards, compared within groups of completions",
@@ -78,7 +78,9 @@ def _train(loop: str, arguments: list[str]) -> None:
     sys.path.insert(0, os.getcwd())  # as python -m does: rewards may be there
 
     def train(settings: Any) -> Any:
-        return importlib.import_module(f"fastrl.train.{loop}").train(settings)
+        with command_start.quiet():
+            module = importlib.import_module(f"fastrl.train.{loop}")
+        return module.train(settings)
 
     kind: Any = {"grpo": config.GrpoConfig, "ppo": config.PpoConfig}[loop]
     command_line.main(kind, train, arguments, f"fastrl {loop}")

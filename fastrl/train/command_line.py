@@ -1,6 +1,5 @@
 """The command line, which turns options into a config, and errors into an exit status."""
 
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -10,6 +9,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import tyro
 
+from fastrl import command_start
 from fastrl.train.config import RunConfig
 from fastrl.train.report import printable
 from fastrl.train.run_log import last_run, read_settings
@@ -61,7 +61,7 @@ def main(
     With ``--plan`` it prints the predicted memory instead. The exit status is 2 after bad input,
     non-finite numbers, a full disk or exhausted memory, and 130 after an interrupt.
     """
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # see fastrl/interrupt.py
+    command_start.done()
     try:
         config = parse(kind, arguments, program)
         if config.plan is not None:

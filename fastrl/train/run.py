@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fastrl import command_start
 from fastrl.integrations.transformers import backbone
 from fastrl.train import checkpoint, optimizers
 from fastrl.train.checkpoint import unchanged_generators
@@ -368,7 +369,8 @@ def _load_policy(
             parameter.requires_grad_(False)
         return model, tokenizer
     try:
-        from fastrl.train.adapters import attach
+        with command_start.quiet():
+            from fastrl.train.adapters import attach
     except ModuleNotFoundError as error:
         raise ValueError("lora_rank needs peft: pip install 'fastrl-kernels[lora]'") from error
     initial = log.directory / INITIAL
