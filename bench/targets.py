@@ -21,6 +21,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -277,8 +278,21 @@ def reports(
         first = {target.kernel: target.name for target in reversed(triton_targets())}
         work = [job for job in work if job[2] == BUDGETED or job[1] in first.values()]
     work = [job for job in work if only in f"{job[0]} {getattr(job[1], 'stem', job[1])}"]
+    print(
+        f"{len(work)} compilations in {jobs} processes, of a few seconds each: "
+        "minutes, unless Triton's cache has them",
+        file=sys.stderr,
+    )
+    made: list[Report] = []
+    begin = said = time.monotonic()
     with multiprocessing.get_context("fork").Pool(jobs) as pool:
-        return [report for found in pool.imap(_one, work) for report in found]
+        for done, found in enumerate(pool.imap(_one, work), 1):
+            made += found
+            if time.monotonic() - said > 5:
+                said = time.monotonic()
+                left = (said - begin) / done * (len(work) - done)
+                print(f"{done} of {len(work)}, about {left:.0f} s left", file=sys.stderr)
+    return made
 
 
 def table(found: list[Report]) -> str:

@@ -173,6 +173,13 @@ def test_a_piece_is_cut_in_time_and_leaves_what_it_has(tmp_path, monkeypatch, ca
         )
 
 
+def test_the_pieces_are_listed_without_any_package():
+    command = [sys.executable, "-S", "-m", "tests.gpu.device.pieces", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "pieces first" in done.stdout
+
+
 def test_what_the_steps_call_exists():
     words = " ".join(command for _, commands in pieces.STEPS.values() for command in commands)
     named = re.findall(r"(?:tests|bench)/\S+\.py", words)

@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 
 from tests.gpu.device.build import driver, path_with_tools
-from tests.gpu.device.run import ROOT, within
+from tests.gpu.device.limit import ROOT, within
 
 WORK = ROOT / "build" / "gpu"
 SITE = ROOT / "build" / "gpu-site"

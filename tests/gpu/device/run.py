@@ -17,7 +17,6 @@ import importlib.util
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -25,9 +24,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from tests.gpu.device.limit import within
+
 NAME, DONE = "tests.jsonl", "done.json"
-GRACE = 2.0  # seconds between asking a process to end and ending it
 #: Of a test after which this process can run no other: the key, and the status of the process.
 LOST, LOST_STATUS = pytest.StashKey[bool](), 70
 
@@ -80,21 +79,6 @@ def _stage(command: list[str], out: Path, deadline: float) -> bool:
             if code not in (0, 1, 5):  # all passed, some failed, none were collected
                 _append(out, test="pytest", outcome="failed", why=f"exit status {code}")
             return True
-
-
-def within(seconds: float, command: list[str] | str, **options: object) -> int | None:
-    """Run a command and return its status; None if it had to be ended."""
-    running = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **options)
-    try:
-        return running.wait(max(0.0, seconds))
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        if running.poll() is None:
-            os.killpg(running.pid, signal.SIGTERM)  # a run of tests then ends what it started
-            time.sleep(GRACE)
-            os.killpg(running.pid, signal.SIGKILL)
-            running.wait()
 
 
 def read(folder: Path) -> dict[str, tuple[str, str]]:

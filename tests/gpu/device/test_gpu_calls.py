@@ -8,7 +8,7 @@ import torch
 import fastrl
 from fastrl.backend import unavailable
 from tests.gpu.device.conftest import GPU_BACKENDS
-from tests.gpu.device.run import ROOT
+from tests.gpu.device.limit import ROOT
 from tests.gpu.device.workloads import assert_equals_the_reference, of_logits, of_tokens, small
 
 CUDA = "cuda"

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.gpu.device.first_calls import CALLS, WAYS
+from tests.gpu.device.limit import ROOT
 from tests.gpu.device.linear_workloads import PRECISIONS, linear_work, policy_loss
-from tests.gpu.device.run import ROOT
 
 CUDA = "cuda"
 
