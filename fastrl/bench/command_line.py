@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import re
 import shlex
 import signal
 import sys
@@ -14,20 +15,25 @@ from typing import Any, NoReturn
 
 import torch
 
+from fastrl import command_start
 from fastrl.backend import unavailable
 from fastrl.bench import report
 from fastrl.bench.case import BOTH, FORWARD, PASSES
 from fastrl.bench.cases import OPS, SELECTIONS, Size
 from fastrl.bench.models import MODELS
 from fastrl.bench.peers import PEERS, is_installed
+from fastrl.bench.plots import draw_or_say
 from fastrl.bench.run import Run
 from fastrl.bench.settings import Settings
-from fastrl.bench.timing import Plan
+from fastrl.bench.timing import LATE, Plan
 
 BACKENDS = ("cpu", "triton", "cuda", "reference")
 DTYPES = ("float32", "bfloat16", "float16")
 SUBCOMMANDS = ("step", "plot")
-QUICK = 113.0  # seconds; what two minutes leave for the start and the plots
+#: Seconds of `--quick`, from the start of the command until all has been measured, and until the
+#: plots are drawn; two minutes are left for the end of the process.
+QUICK, PLOTTED = 106.0, 117.0
+LONGER = "--resume --seconds 3600"
 _DESCRIPTION = """\
 Measure fastrl's operators on this machine, beside every peer that is installed.
 
@@ -44,10 +50,10 @@ def main(arguments: Sequence[str]) -> int:
     """Run ``fastrl bench`` and return its exit status.
 
     Returns:
-        0 if every case was measured and no call of fastrl failed, 1 if not, 2 for options that
-        make no sense, 130 after Ctrl-C.
+        1 if a call of fastrl failed, or a case for another reason than time; 0 if not; 2 for
+        options that make no sense; 130 after Ctrl-C.
     """
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # see fastrl/interrupt.py
+    command_start.done()
     signal.signal(signal.SIGTERM, _interrupt)
     if arguments and arguments[0] == "step":
         from fastrl.bench import step
@@ -67,8 +73,10 @@ def main(arguments: Sequence[str]) -> int:
         options.out.mkdir(parents=True, exist_ok=True)
         command = shlex.join(["fastrl", "bench", *arguments])
         seconds = options.seconds or (QUICK if options.quick else 3600.0)
-        silent = min(options.patience, seconds)
-        run = Run(settings, options.out, command, seconds=seconds, silent=silent)
+        patience = options.patience or (25.0 if options.quick else 150.0)
+        limits = {"seconds": seconds, "silent": min(patience, seconds)}
+        begin = command_start.BEGIN if options.quick and not options.seconds else None
+        run = Run(settings, options.out, command, **limits, begin=begin)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     return _run(run, options)
@@ -85,28 +93,21 @@ def _run(run: Run, options: argparse.Namespace) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     print(f"written: {options.out / 'results.md'}, results.json")
-    for name, why in found["not_run"].items():
-        print(f"not run: {name}: {why}")
-    if status == 0 and not found["complete"] and options.seconds is None:
-        print("incomplete; more time, from here: the same command with --resume --seconds 3600")
-    failed = report.failures_of_fastrl(found)
+    failed = [f"{name}: {why}" for name, why in found["not_run"].items() if why != LATE]
+    failed += report.failures_of_fastrl(found)
     print("".join(f"FAILED: {line}\n" for line in failed), end="")
+    late = report.late(found)
+    print("".join(f"{LATE}: {line}\n" for line in late), end="")
+    if status == 0 and late and options.seconds is None:
+        print(f"more time, from here: the same command with {LONGER}")
     if found["cases"] and not options.no_plots:
-        _draw(found, options.out)
-    return status or int(bool(failed) or not found["complete"])
+        limit = command_start.BEGIN + PLOTTED if options.quick and not options.seconds else None
+        draw_or_say(found, options.out, limit)
+    return status or int(bool(failed))
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:
     raise KeyboardInterrupt
-
-
-def _draw(found: report.Results, out: Path) -> None:
-    try:
-        from fastrl.bench.plots import draw
-
-        print(f"plots: {', '.join(str(path) for path in draw(found, out))}")
-    except (ImportError, OSError, KeyboardInterrupt) as error:
-        print(f"no plots: {error or 'interrupted'}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -123,7 +124,8 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--quick",
         action="store_true",
-        help="a selection for two minutes on two cores, without the peer torch on a CPU",
+        help="a selection that ends within two minutes, on two cores with most of its cases: "
+        "torch.compile in two of them, and on a CPU without the peer torch",
     )
     what.add_argument(
         "--smoke", action="store_true", help="tiny shapes, to see whether it all runs"
@@ -143,8 +145,9 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument("--rounds", type=_positive(int), help="timed turns of a provider")
     how.add_argument("--seconds", type=_positive(float), metavar="S", help="limit of the whole run")
     how.add_argument(
-        "--patience", type=_positive(float), default=150.0, metavar="S",
-        help="limit of one provider's first call, compilation included; default: 150",
+        "--patience", type=_positive(float), metavar="S",
+        help="limit of one provider's first call, compilation included; "
+        "default: 150 (--quick: 25)",
     )  # fmt: skip
     how.add_argument("--out", type=Path, default=Path("fastrl-bench"), metavar="DIR")
     how.add_argument("--resume", action="store_true", help="keep what DIR has, and go on")
@@ -174,7 +177,7 @@ def _settings(options: argparse.Namespace) -> Settings:
     sizes = _chosen(selection, device, options)
     plan = Plan(rounds=2, warmup=1, sets=2, seconds=0.5) if options.smoke else Plan()
     if options.quick:
-        plan = Plan(rounds=11, seconds=3.0)
+        plan = Plan(rounds=11, warmup=2, sets=2, seconds=3.0, least=1, hurried=True)
     if options.rounds:
         plan = plan._replace(rounds=options.rounds, seconds=float("inf"))
     peers = () if options.peer == ["none"] else options.peer
@@ -189,6 +192,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         peers=None if peers is None else tuple(peers),
         plan=plan,
         tiny=options.smoke,
+        sparing=options.quick and options.peer is None,
     )
 
 
@@ -211,12 +215,17 @@ def _chosen(selection: str, device: str, options: argparse.Namespace) -> tuple[S
     return tuple(found)
 
 
+def _by_number(text: str) -> list[tuple[str, int]]:
+    """Return a key that sorts words by the alphabet, and numbers by size."""
+    return [(word, int(number or 0)) for word, number in re.findall(r"(\D+)?(\d*)", text)]
+
+
 def _listing() -> str:
     every = [size for sizes in SELECTIONS.values() for size in sizes]
     lines = ["operators, and their variants in quotes:"]
     for op in OPS:
-        variants = dict.fromkeys(size.variant for size in every if size.op == op and size.variant)
-        lines.append(f"  {op:<24}{', '.join(map(repr, variants))}")
+        variants = {size.variant for size in every if size.op == op and size.variant}
+        lines.append(f"  {op:<24}{', '.join(map(repr, sorted(variants, key=_by_number)))}")
     lines.append("models (hidden x vocabulary):")
     lines += [f"  {name:<14}{one.hidden} x {one.vocabulary}" for name, one in MODELS.items()]
     lines.append("backends here:")

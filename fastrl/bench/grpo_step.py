@@ -2,7 +2,7 @@
 
 Both variants make the same step but for its log-probabilities and its loss. Without fastrl these
 are written as trainers write them, from the logits of all tokens in float32. `fastrl.bench.step`
-starts a process for each variant: ``python -m fastrl.bench.grpo_step VARIANT SETTINGS``.
+starts a process for each variant: ``fastrl.bench.grpo_step VARIANT PACKAGE SETTINGS``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fastrl import group_advantages, linear_policy_loss, linear_token_logprobs
+from fastrl.bench.child import check_package
 from fastrl.bench.memory import Peak
 from fastrl.integrations.transformers import LmHead, backbone, lm_head
 from fastrl.integrations.transformers.transform import Transform
@@ -206,4 +207,5 @@ def main(variant: str, settings: Settings) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Settings(**json.loads(sys.argv[2])))
+    check_package(sys.argv[2])
+    main(sys.argv[1], Settings(**json.loads(sys.argv[3])))

@@ -35,6 +35,10 @@ class Journal:
         """Return what every job that ended has found, by job."""
         return {one["job"]: one for one in self.entries() if "result" in one or "failure" in one}
 
+    def partial(self) -> dict[str, Entry]:
+        """Return what is known of the cases that have timed some of their providers, by job."""
+        return {one["job"]: one for one in self.entries() if "partial" in one}
+
     def unfinished(self, since: int = 0) -> list[str]:
         """Return the jobs that started, after so many entries, and did not end."""
         ended = self.results()

@@ -12,7 +12,9 @@ from types import TracebackType
 import torch
 
 _PROCESS = Path("/proc/self")
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4  # of glibc's mallopt
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -2, -3, -4  # of glibc's mallopt
+_LARGE = 2**17  # bytes from which glibc can return an allocation by itself
+_holes: list[int] = []  # addresses of the memory that fills them
 
 
 def keep_freed(keep: bool) -> None:
@@ -26,11 +28,32 @@ def keep_freed(keep: bool) -> None:
     if platform.libc_ver()[0] != "glibc" or "MALLOC_MMAP_MAX_" in os.environ:
         return
     libc = ctypes.CDLL("libc.so.6")
+    while _holes:
+        libc.free(ctypes.c_void_p(_holes.pop()))
     libc.mallopt(_MMAP_MAX, 0 if keep else 2**16)
+    libc.mallopt(_MMAP_THRESHOLD, _LARGE)
     libc.mallopt(_TRIM_THRESHOLD, -1 if keep else 2**17)
     libc.mallopt(_TOP_PAD, 2**28 if keep else 2**17)
     if not keep:
         libc.malloc_trim(0)
+        _fill_holes(libc)
+
+
+def _fill_holes(libc: ctypes.CDLL) -> None:
+    """Take the free memory within the heap, untouched, so that large tensors lie outside of it.
+
+    After times have been measured there may be some that cannot be returned; a peak would contain
+    what is lost in it to fragments.
+    """
+    libc.malloc.restype = libc.sbrk.restype = ctypes.c_void_p
+    size = 2**34
+    while size > _LARGE:
+        address = libc.malloc(ctypes.c_size_t(size))
+        if address and address < libc.sbrk(0):
+            _holes.append(address)
+        else:
+            libc.free(ctypes.c_void_p(address))
+            size //= 2
 
 
 class Peak:

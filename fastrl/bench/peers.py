@@ -42,6 +42,7 @@ class Participants(NamedTuple):
     device: torch.device
     backends: tuple[Backend, ...]
     peers: tuple[str, ...]
+    narrow: bool = True  # in 16 bits, torch also computes without a cast to float32
 
     def fastrl(self, function: Callable[[Inputs, Backend], Any]) -> list[Provider]:
         """Return a provider for each backend."""
@@ -64,16 +65,12 @@ class Participants(NamedTuple):
         narrow = f" in {str(dtype).removeprefix('torch.')}"
         for suffix, upcast in (("", True), (narrow, False)):
             form = _form(function, upcast=upcast)
-            if suffix and dtype in (torch.float32, torch.float64):
+            if suffix and (not self.narrow or dtype in (torch.float32, torch.float64)):
                 continue
             if "eager" in self.peers:
                 yield Provider(f"eager{suffix}", "eager", _called(form, names))
             if "compile" in self.peers:
-                # Each shape for itself; a graph break is an error, never eager in silence. The
-                # default mode: autotuning a GEMM of this size takes minutes, and CUDA graphs
-                # would hide what a call costs the host.
-                compiled = torch.compile(form, dynamic=False, fullgraph=True)
-                yield Provider(f"torch.compile{suffix}", "compile", _called(compiled, names))
+                yield Provider(f"torch.compile{suffix}", "compile", _called(_Compiled(form), names))
 
     def peer(
         self,
@@ -155,6 +152,25 @@ def _form(function: Callable[..., Any], *, upcast: bool) -> Callable[..., Any]:
         return function(*tensors, upcast=upcast)
 
     return form
+
+
+class _Compiled:
+    """A function as torch.compile makes it at the first call: before, it is not imported.
+
+    Each shape for itself; a graph break is an error, never eager in silence. The default mode:
+    autotuning a GEMM of this size takes minutes, and CUDA graphs would hide what a call costs the
+    host.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    @functools.cached_property
+    def compiled(self) -> Callable[..., Any]:
+        return torch.compile(self.function, dynamic=False, fullgraph=True)
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        return self.compiled(*tensors)
 
 
 def _unless_available(name: str) -> Callable[[Inputs], Inputs] | None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import signal
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from fastrl.bench import figures
 from fastrl.bench.report import Results, Row, fastest, median, ratio
@@ -59,6 +61,31 @@ def draw(results: Results, out: Path) -> list[Path]:
         drawn += figures.save("time", lambda: lines(results, TIME), out)
         drawn += figures.save("memory", lambda: lines(results, MEMORY), out)
     return drawn
+
+
+def draw_or_say(results: Results, out: Path, limit: float | None = None) -> None:
+    """Draw all pictures and print their paths, or why there are none.
+
+    Args:
+        results: As in `draw`.
+        out: As in `draw`.
+        limit: When drawing ends, by the monotonic clock.
+    """
+    timed = limit is not None and hasattr(signal, "setitimer")
+    try:
+        if limit is not None and timed:
+            signal.signal(signal.SIGALRM, _too_late)
+            signal.setitimer(signal.ITIMER_REAL, max(0.001, limit - time.monotonic()))
+        print(f"plots: {', '.join(str(path) for path in draw(results, out))}")
+    except (ImportError, OSError, KeyboardInterrupt) as error:
+        print(f"no plots: {error or 'interrupted'}")
+    finally:
+        if timed:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _too_late(number: int, frame: object) -> NoReturn:
+    raise TimeoutError("the time was over; fastrl bench plot draws them")
 
 
 class Quantity(NamedTuple):

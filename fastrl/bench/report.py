@@ -10,6 +10,7 @@ from typing import Any
 
 from fastrl.bench.conditions import COPY, OTHERS
 from fastrl.bench.journal import CEILINGS, Entry
+from fastrl.bench.timing import LATE
 
 Results = dict[str, Any]
 Row = dict[str, Any]
@@ -20,23 +21,47 @@ def results(entries: list[Entry], names: list[str]) -> Results:
     """Return what a run has found, from the lines of its journal and the names of its cases.
 
     Returns:
-        The content of ``results.json``: ``command``, ``date``, ``machine``, ``ceilings``,
-        ``cases``, ``not_run`` (the names of cases without a result, and why) and ``complete``.
+        The content of ``results.json``: ``command``, ``date``, ``machine``, ``package``,
+        ``ceilings``, ``cases``, ``not_run`` (the names of cases without a result, and why) and
+        ``complete``.
     """
     found: Results = {"complete": False, "machine": {}, CEILINGS: {}, "cases": [], "not_run": {}}
     ended = {one["job"]: one for one in entries if "result" in one or "failure" in one}
+    partial = {one["job"]: one["partial"] for one in entries if "partial" in one}
     for one in entries:
         if "machine" in one:
-            found |= {name: one[name] for name in ("command", "date", "machine")}
+            about = ("command", "date", "machine", "package", "tiny")
+            found |= {name: one[name] for name in about if name in one}
     found[CEILINGS] = ended.get(CEILINGS, {}).get("result", {})
-    found["cases"] = [ended[name]["result"] for name in names if "result" in ended.get(name, {})]
-    found["not_run"] = {
-        name: ended[name]["failure"] if name in ended else "the time was over"
-        for name in names
-        if "result" not in ended.get(name, {})
-    }
-    found["complete"] = not found["not_run"]
+    for name in names:
+        known = ended.get(name, {})
+        if "result" in known:
+            found["cases"].append(known["result"])
+        elif "failure" not in known and name in partial:
+            found["cases"].append(_cut(partial[name]))
+        else:
+            found["not_run"][name] = known.get("failure", LATE)
+    found["complete"] = not found["not_run"] and not late(found)
     return found
+
+
+def _cut(case: Row) -> Row:
+    """Return a case of which only some providers have been timed."""
+    rows = case["providers"]
+    return case | {
+        "providers": [
+            row if row["seconds"] or row["failure"] else row | {"failure": LATE} for row in rows
+        ]
+    }
+
+
+def late(found: Results) -> list[str]:
+    """Return the cases, and the providers of a case, that were not measured in time."""
+    lines = [name for name, why in found["not_run"].items() if why == LATE]
+    for case in found["cases"]:
+        names = [row["name"] for row in case["providers"] if row["failure"] == LATE]
+        lines += [f"{case['name']}: {', '.join(names)}"] if names else []
+    return lines
 
 
 def write(found: Results, folder: Path) -> None:
@@ -100,7 +125,7 @@ def failures_of_fastrl(found: Results) -> list[str]:
         f"{case['name']}: {row['name']}: {row['failure']}"
         for case in found["cases"]
         for row in case["providers"]
-        if row["kind"].startswith("fastrl") and row["failure"]
+        if row["kind"].startswith("fastrl") and row["failure"] not in ("", LATE)
     ]
 
 
@@ -111,7 +136,7 @@ def markdown(found: Results) -> str:
     lines += [f"- {name}: {value:.3g}" for name, value in found[CEILINGS].items()]
     lines += [f"- command: `{found['command']}`", f"- date: {found['date']}", "", *NOTES, ""]
     for case in found["cases"]:
-        lines += section(case, found[CEILINGS])
+        lines += section(case, found[CEILINGS], ratios=not found.get("tiny"))
     if found["not_run"]:
         lines += ["Not run:", ""]
         lines += [f"- {name}: {why}" for name, why in found["not_run"].items()]
@@ -134,13 +159,19 @@ def head(columns: Sequence[str]) -> list[str]:
     return [f"| {' | '.join(columns)} |", f"| --- |{' ---: |' * (len(columns) - 1)}"]
 
 
-def section(case: Row, ceilings: Mapping[str, float]) -> list[str]:
-    """Return the table of a case."""
+def _digits(number: float) -> str:
+    return f"{number:.0f}" if number >= 1000 else f"{number:.3g}"
+
+
+def section(case: Row, ceilings: Mapping[str, float], *, ratios: bool = True) -> list[str]:
+    """Return the table of a case; ``ratios`` to fastrl's time mean nothing for tiny shapes."""
     gemms = bool(case["flops"])
     ceiling = f"{case['dtype']} GEMM TFLOP/s" if gemms else COPY
     ours, split = fastest(case), any(row["kernels"] for row in case["providers"])
-    columns = ["provider", "ms (20-80 %)", "time / fastrl"]
-    columns += ["TFLOP/s (%)" if gemms else "GB/s (%)", "peak MB", "error"]
+    columns = ["provider", "ms (20-80 %)", *(["time / fastrl"] if ratios else [])]
+    columns += ["TFLOP/s" if gemms else "GB/s", "peak MB", "error"]
+    if ceilings.get(ceiling):
+        columns[-3] += " (%)"
     columns += ["kernels us", "host us"] if split else []
     lines = [f"## {case['name']}", "", *head(columns)]
     for row in case["providers"]:
@@ -153,8 +184,8 @@ def section(case: Row, ceilings: Mapping[str, float]) -> list[str]:
         share = f" ({rate / ceilings[ceiling]:.0%})" if ceilings.get(ceiling) else ""
         cells = [
             row["name"],
-            f"{took * 1e3:.3g} ({low * 1e3:.3g}-{high * 1e3:.3g})",
-            f"{ratio(row, ours):.2f}" if ours else "",
+            f"{_digits(took * 1e3)} ({_digits(low * 1e3)}-{_digits(high * 1e3)})",
+            *([f"{ratio(row, ours):.2f}" if ours else ""] if ratios else []),
             "" if row["kind"] == "floor" else f"{rate:.3g}{share}",
             "" if row["peak"] is None else f"{row['peak'] / 1e6:.1f}",
             "" if row["error"] is None else f"{row['error']:.1e}",

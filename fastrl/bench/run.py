@@ -10,7 +10,6 @@ import datetime
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -19,16 +18,18 @@ from typing import Any
 
 import torch
 
-from fastrl.bench import report
+from fastrl.bench import child, report
+from fastrl.bench.estimate import in_words
 from fastrl.bench.journal import CEILINGS, NAME, Journal
 from fastrl.bench.machine import machine
 from fastrl.bench.settings import Settings
 
-WORKER = ("-m", "fastrl.bench.worker")
+WORKER = "fastrl.bench.worker"
 #: Huge pages for everyone, which fastrl's kernels ask for by themselves, and one heap, which
 #: `keep_freed` is about. The user's own values win.
 HEAP = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "MALLOC_ARENA_MAX": "1"}
 STARTING = 60.0  # seconds that a process may take until its first line
+ENDING = 10.0  # seconds at the end in which processes are to end by themselves
 DIED = "its process died (out of memory?), hung, or compiled for too long"
 
 
@@ -41,16 +42,28 @@ class Run:
         command: The command line that made the settings.
         seconds: The limit of the whole run.
         silent: The seconds that one provider may take for its first call, compilation included.
+        begin: When the limit began, by the monotonic clock; by default now.
     """
 
     def __init__(
-        self, settings: Settings, out: Path, command: str, *, seconds: float, silent: float
+        self,
+        settings: Settings,
+        out: Path,
+        command: str,
+        *,
+        seconds: float,
+        silent: float,
+        begin: float | None = None,
     ) -> None:
         self.settings, self.out, self.command, self.silent = settings, out, command, silent
-        self.journal, self.begin = Journal(out), time.monotonic()
+        self.journal, self.begin = Journal(out), time.monotonic() if begin is None else begin
         self.end = self.begin + seconds
-        self.names = [case.name for case in settings.cases()]
+        self.ending = min(ENDING, 0.1 * seconds)
+        self.cases = settings.cases()
+        self.names = [case.name for case in self.cases]
+        self.cut: set[str] = set()  # the jobs of this run that time has ended
         self.shown: set[str] = set()
+        self.estimated = self.previewed = False
 
     def main(self, *, resume: bool = False) -> report.Results:
         """Measure everything that time allows and return the results.
@@ -72,10 +85,13 @@ class Run:
             for name in (NAME, "results.json", "results.md"):
                 if (self.out / name).exists():
                     (self.out / name).replace(self.out / f"{name}.before")
-        self.journal.append(machine=known, command=self.command, date=now, conditions=conditions)
+        about = {"machine": known, "command": self.command, "date": now, "package": child.PACKAGE}
+        self.journal.append(**about, tiny=self.settings.tiny, conditions=conditions)
         self.shown = set(self.journal.results())
+        # the ceilings are for percentages, and for an estimate that a hurried run does not need
+        hurried = self.settings.plan.hurried
         try:
-            self._make([CEILINGS, *self.names])
+            self._make([*self.names, CEILINGS] if hurried else [CEILINGS, *self.names])
         finally:
             found = self.results()
             report.write(found, self.out)
@@ -104,20 +120,25 @@ class Run:
         return report.results(self.journal.entries(), [*dict.fromkeys([*before, *self.names])])
 
     def _make(self, jobs: list[str]) -> None:
-        """Make jobs, in as many processes as it takes.
-
-        On a CPU each has its own: a heap with holes would raise the peaks of the next case.
-        """
-        together = self.settings.device == "cuda" or self.settings.tiny
-        while left := [job for job in jobs if job not in self.journal.results()]:
-            entries, ended = len(self.journal.entries()), len(self.journal.results())
-            left = left if together else left[:1]
-            lost = {job: len(self.journal.left_out(job)) for job in left}
-            self._process(left)
-            if time.monotonic() >= self.end:
+        """Make jobs, in as many processes as it takes."""
+        while left := [job for job in jobs if job not in {*self.journal.results(), *self.cut}]:
+            if time.monotonic() >= self.end - self.ending:
                 return
-            again = False
-            for job in self.journal.unfinished(since=entries):
+            entries, ended = len(self.journal.entries()), len(self.journal.results())
+            lost = {job: len(self.journal.left_out(job)) for job in left}
+            ended_itself = self._process(left)
+            unfinished = self.journal.unfinished(since=entries)
+            over = time.monotonic() >= self.end - self.ending
+            if over or (self.settings.plan.hurried and not ended_itself):
+                cut = unfinished or left[:1]
+            else:
+                cut = [job for job in unfinished if self.journal.partial().get(job, {}).get("cut")]
+            self.cut |= {*cut}
+            self._show()
+            again = bool(cut)
+            for job in unfinished:
+                if job in cut:
+                    continue
                 # one that a provider ended starts again without that provider
                 known, provider = self.journal.left_out(job), self.journal.tried(job)
                 if len(known) == lost.get(job, 0) and provider and provider not in known:
@@ -129,9 +150,10 @@ class Run:
             if len(self.journal.results()) == ended and not again:
                 raise RuntimeError(f"the worker process ended before its first job: {self._said()}")
 
-    def _process(self, jobs: list[str]) -> None:
-        command = [sys.executable, *WORKER, self.settings.to_json()]
-        command += [str(self.out), str(self.end), *jobs]
+    def _process(self, jobs: list[str]) -> bool:
+        """Let a process make jobs; return whether it ended by itself."""
+        command = child.command(WORKER, self.settings.to_json(), str(self.out), child.PACKAGE)
+        command += [str(self.end - self.ending), *jobs]
         heard, last = self.journal.size(), time.monotonic() + STARTING
         with self._log().open("w") as log:
             running = subprocess.Popen(
@@ -149,25 +171,37 @@ class Run:
                         self._show()
                     if time.monotonic() > min(self.end, last + self.silent):
                         break
+                ended_itself = running.poll() is not None
             finally:
-                if running.poll() is None:
-                    os.killpg(running.pid, signal.SIGKILL)
-                running.wait()
-        self._show()
+                child.end(running)
+        return ended_itself
 
     def _show(self) -> None:
         """Print the tables of cases that have ended, and how far the run is."""
-        found = self.results()
-        new = [case for case in found["cases"] if case["name"] not in self.shown]
+        found, ratios = self.results(), not self.settings.tiny
+        finished = {*self.journal.results(), *self.cut}
+        if not self.estimated and (found[CEILINGS] or self.settings.plan.hurried):
+            plan, seconds = self.settings.plan, self.end - self.begin
+            sys.stderr.write(f"{in_words(self.cases, plan, found[CEILINGS], seconds)}\n")
+            self.estimated = True
+        of_run = [case for case in found["cases"] if case["name"] not in self.shown]
+        new = [case for case in of_run if case["name"] in finished]
         for case in new:
-            print("\n".join(report.section(case, found[CEILINGS])), flush=True)
+            print("\n".join(report.section(case, found[CEILINGS], ratios=ratios)), flush=True)
+        first = self.settings.plan.hurried and not self.shown and not new
+        if first and of_run and not self.previewed:
+            timed = [row for row in of_run[0]["providers"] if row["seconds"]]
+            lines = report.section(of_run[0] | {"providers": timed}, found[CEILINGS], ratios=ratios)
+            lines[0] += " (so far)"
+            print("\n".join(lines), flush=True)
+            self.previewed = True
         self.shown |= {case["name"] for case in new}
         if new:
             report.write(found, self.out)
-        ended = len(self.journal.results().keys() & {*self.names})
+        ended = len(finished & {*self.names})
         spent, left = time.monotonic() - self.begin, self.end - time.monotonic()
         ahead = min(left, spent / ended * (len(self.names) - ended)) if ended else left
-        job = next(iter(self.journal.unfinished()), "")
+        job = next((job for job in self.journal.unfinished() if job not in self.cut), "")
         provider = self.journal.tried(job)
         line = f"[{ended}/{len(self.names)}] about {max(0, ahead):.0f} s left: {job} {provider}"
         if sys.stderr.isatty():

@@ -24,10 +24,22 @@ class Settings:
     backends: tuple[str, ...] | None = None  # None: all that are available
     peers: tuple[str, ...] | None = None  # None: all that are installed
     tiny: bool = False  # whether even the machine's ceilings are measured on tiny sizes
+    sparing: bool = False  # of torch's forms, see `cases`
 
     def cases(self) -> list[Case]:
         """Build the cases; their inputs are made when their turn comes."""
-        return cases(self.sizes, self.steps, torch.device(self.device), self.backends, self.peers)
+        device = torch.device(self.device)
+        return cases(
+            self.sizes, self.steps, device, self.backends, self.peers, sparing=self.sparing
+        )
+
+    @property
+    def together(self) -> bool:
+        """Whether one process measures all cases.
+
+        On a CPU each has its own: a heap with holes would raise the peaks of the next case.
+        """
+        return self.device == "cuda" or self.tiny
 
     def to_json(self) -> str:
         """Return a form that ``from_json`` reads."""

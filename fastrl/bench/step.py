@@ -24,8 +24,11 @@ from typing import IO, Any
 
 import torch
 
+from fastrl import command_start
+from fastrl.bench import child
 from fastrl.bench.grpo_step import MEMORY, PARTS, SHAPES, TIMED, VARIANTS, Settings, model_config
 from fastrl.bench.machine import machine
+from fastrl.bench.plots import draw_or_say
 from fastrl.bench.report import Row, head, spread
 
 #: Default, least value, and meaning.
@@ -69,6 +72,8 @@ def main(arguments: Sequence[str]) -> int:
     print(f"{markdown(found)}\nwritten: {folder / 'step.json'}, step.md")
     if row["failure"].startswith(INTERRUPTED):
         return 130
+    if any(row["parts"] for row in found["variants"]):
+        draw_or_say(found, folder)
     return 0 if any(row["parts"] for row in found["variants"]) else 1
 
 
@@ -108,7 +113,10 @@ def _options(arguments: Sequence[str]) -> tuple[Settings, int, Path]:
 
     check("device", settings.device, lambda: torch.empty(0, device=settings.device))
     check("out", folder, lambda: folder.mkdir(parents=True, exist_ok=True))
-    config = check("model", settings.model, lambda: model_config(settings.model).get_text_config())
+    with command_start.quiet():
+        config = check(
+            "model", settings.model, lambda: model_config(settings.model).get_text_config()
+        )
     context = getattr(config, "max_position_embeddings", None) or math.inf
     if settings.prompt_tokens + settings.completion_tokens > context:
         parser.error(f"argument --completion-tokens: the model has a context of {context} tokens")
@@ -132,8 +140,9 @@ def _predicted(settings: Settings, vocabulary: int) -> dict[str, int]:
 
 def _measure(variant: str, settings: Settings) -> Row:
     """Return a variant as a row of ``step.json``; if it ended early, ``failure`` says why."""
-    command = [sys.executable, "-m", "fastrl.bench.grpo_step", variant]
-    command.append(json.dumps(settings._asdict()))
+    command = child.command(
+        "fastrl.bench.grpo_step", variant, child.PACKAGE, json.dumps(settings._asdict())
+    )
     steps: list[Row] = []
     part, failure = "loading", ""
     try:
@@ -141,21 +150,21 @@ def _measure(variant: str, settings: Settings) -> Row:
             TemporaryFile("w+") as errors,
             subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
-            ) as child,
+            ) as running,
         ):
-            assert child.stdout is not None
+            assert running.stdout is not None
             try:
                 _show(f"{variant}: {part}")
-                for line in child.stdout:
+                for line in running.stdout:
                     entry = json.loads(line) if line.startswith('{"') else {}
                     if "step" in entry:
                         steps.append(entry)
                     part = entry.get("part", part)
                     _show(f"{variant}: {part}")
-                if child.wait():
-                    failure = f"{part}: {_reason(child.returncode, errors)}"
+                if running.wait():
+                    failure = f"{part}: {_reason(running.returncode, errors)}"
             except KeyboardInterrupt:
-                child.kill()  # its session is its own, so that it has not been interrupted
+                running.kill()  # its session is its own, so that it has not been interrupted
                 raise
     except KeyboardInterrupt:
         failure = f"{INTERRUPTED} in step {len(steps) + 1}, {part}"

@@ -14,13 +14,14 @@ import itertools
 import math
 import random
 import statistics
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from fastrl.bench.case import BACKWARD, FORWARD, Case, Inputs, Provider
+from fastrl.bench.case import BACKWARD, BOTH, FORWARD, Case, Inputs, Provider
 from fastrl.bench.conditions import Conditions
 from fastrl.bench.memory import Peak, keep_freed
 
@@ -29,6 +30,7 @@ MOST_REPEATED = 0.1  # seconds of a turn, with what is not timed
 SLOW = 1.0  # seconds; a slower call is warmed up by the two before it, which find error and memory
 SIGN_OF_LIFE = 5.0  # seconds between two while providers are timed
 CALLS = 20  # for the host's time alone and for the kernels' alone
+LATE = "not measured in time"
 
 
 class Plan(NamedTuple):
@@ -38,6 +40,15 @@ class Plan(NamedTuple):
     warmup: int = 3
     sets: int = 3
     seconds: float = 6.0
+    least: int = 3  # turns of a slow provider
+    #: Whether time is short: a case gets its share of it, and times fastrl beside eager before it
+    #: calls other libraries, and these before torch.compile, which takes longest to start.
+    hurried: bool = False
+
+    def until(self, end: float, jobs: int) -> float:
+        """Return when the first of some jobs should end, by the monotonic clock."""
+        now = time.monotonic()
+        return min(end, now + 2 * (end - now) / jobs) if self.hurried else end
 
 
 @dataclasses.dataclass
@@ -69,8 +80,12 @@ def measure(
     left_out: Mapping[str, str] | None = None,
     trying: Callable[[str], None] = lambda name: None,
     conditions: Conditions | None = None,
+    until: float = math.inf,
+    so_far: Callable[[list[Measured]], None] = lambda found: None,
 ) -> list[Measured]:
     """Check every provider against float64, take its peak memory, then time all in turn.
+
+    If the time is over, rounds end early, and providers that have not been called fail as `LATE`.
 
     Args:
         case: What is measured.
@@ -80,33 +95,50 @@ def measure(
         trying: Told the name of the provider that is called next and may take long to compile, and
             while all are timed, again and again, that none is.
         conditions: Taken before each round.
+        until: The end of the time, by the monotonic clock.
+        so_far: Told what has been found, now and then.
     """
-    torch._dynamo.reset()  # each shape compiled for itself: the strongest form of torch.compile
+    if "torch._dynamo" in sys.modules:  # each shape compiled for itself: its strongest form
+        torch._dynamo.reset()
     keep_freed(False)
-    run = Calls(case, device, plan, trying)
+    run, order = Calls(case, device, plan, trying), random.Random(0)
     for provider in case.providers:
         run.found[provider.name].failure = (left_out or {}).get(provider.name, "")
-        trying(provider.name)
-        run.attempt(provider, run.check)
-    keep_freed(True)
-    for provider in case.providers:
-        trying(provider.name)
-        run.attempt(provider, run.warm_up)
-    trying("")
-    order, said = random.Random(0), time.monotonic()
-    for turn in range(plan.rounds):
-        if conditions is not None:
-            conditions.take()
-        for provider in order.sample(list(case.providers), len(case.providers)):
-            if time.monotonic() - said > SIGN_OF_LIFE:
-                trying("")
-                said = time.monotonic()
-            if turn % run.intervals.get(provider.name, 1) == 0:
-                run.attempt(provider, functools.partial(run.take, turn=turn))
-    if device.type == "cuda" and launch_bound(case):
+    called: list[Provider] = []
+    stages = _stages(case.providers) if plan.hurried else [list(case.providers)]
+    for number, stage in enumerate(stages):
+        reached = run.prepare(stage, until if number else math.inf)
+        if not reached:
+            continue
+        called += reached
+        begin, said = plan.rounds * number // len(stages), time.monotonic()
+        for turn in range(begin, plan.rounds * (number + 1) // len(stages)):
+            if turn > begin and time.monotonic() > until:
+                break
+            if conditions is not None:
+                conditions.take()
+            for provider in order.sample(called, len(called)):
+                if time.monotonic() - said > SIGN_OF_LIFE:
+                    trying("")
+                    so_far(list(run.found.values()))
+                    said = time.monotonic()
+                if (turn - begin) % run.intervals.get(provider.name, 1) == 0:
+                    run.attempt(provider, functools.partial(run.take, turn=turn))
+        if time.monotonic() < until:
+            so_far(list(run.found.values()))
+    if device.type == "cuda" and launch_bound(case) and time.monotonic() < until:
         for provider in case.providers:
             run.attempt(provider, run.split)
     return list(run.found.values())
+
+
+def _stages(providers: Sequence[Provider]) -> list[list[Provider]]:
+    """Return which providers are called first, next and last."""
+    stages: list[list[Provider]] = [[], [], []]
+    for provider in providers:
+        first = provider.kind == "eager" or provider.kind.startswith("fastrl")
+        stages[0 if first else 2 if provider.kind == "compile" else 1].append(provider)
+    return [stage for stage in stages if stage]
 
 
 def launch_bound(case: Case) -> bool:
@@ -129,6 +161,7 @@ class Calls:
         self.turns = itertools.cycle([self.first, *others])
         self.found = {one.name: Measured(one.name, one.kind) for one in case.providers}
         self.intervals: dict[str, int] = {}  # rounds from one turn of a provider to its next
+        self.slow: dict[str, float] = {}  # seconds of a call, if it is slow
         self.repeats: dict[str, int] = {}  # timed calls of a turn
         self.untimed: dict[str, bool] = {}  # whether a turn begins with an untimed call
 
@@ -143,23 +176,52 @@ class Calls:
             mine.failure = _in_words(failure)
             _raise_if_lost(provider, failure, self.device)
 
+    def prepare(self, providers: Sequence[Provider], until: float) -> list[Provider]:
+        """Check providers, and find how often each takes part; return those that time allows."""
+        keep_freed(False)
+        reached = []
+        for provider in providers:
+            if time.monotonic() > until:
+                self.found[provider.name].failure = self.found[provider.name].failure or LATE
+                continue
+            reached.append(provider)
+            self.trying(provider.name)
+            self.attempt(provider, self.check)
+        keep_freed(True)
+        for provider in reached:
+            self.trying(provider.name)
+            self.attempt(provider, self.warm_up)
+        self.trying("")
+        return reached
+
     def check(self, provider: Provider, mine: Measured) -> None:
         """Find the error and the peak memory; the first call may compile."""
-        answer = self.call(provider, self.first)()
+        output, answer = self.answered(provider)
         self.trying(provider.name)  # what follows does not count as its first call
         if provider.kind != "floor":
-            mine.error = self.error(provider, answer)
-        del answer
+            mine.error = self.error(output, answer)
+        del output, answer
         call = self.call(provider, self.first)
         with Peak(self.device) as peak:
+            begin = time.perf_counter()
             call()
+            taken = time.perf_counter() - begin
         mine.peak = peak.bytes
+        if taken > SLOW and self.device.type != "cuda":
+            self.slow[provider.name] = taken
 
-    def error(self, provider: Provider, answer: Any) -> float:
+    def answered(self, provider: Provider) -> tuple[Any, Any]:
+        """Return what a call of a provider returns, after the output of its forward."""
+        if self.case.step != BOTH:
+            return None, self.call(provider, self.first)()
+        inputs, backward = self._ready(provider, self.first)
+        output = provider.forward(inputs)
+        return output, backward(output)
+
+    def error(self, output: Any, answer: Any) -> float:
         """Return the error of an answer; of gradients, the output's if that is larger."""
         found = [self.case.error(answer, self.first)]
         if self.case.output_error is not None:
-            output = self.call(provider, self.first, FORWARD)()
             found.append(self.case.output_error(output, self.first))
         if any(math.isnan(one) for one in found):
             raise ValueError("its answer is not finite")
@@ -167,7 +229,8 @@ class Calls:
 
     def warm_up(self, provider: Provider, mine: Measured) -> None:
         """Find how often a provider takes part, from what a call of it takes."""
-        taken, begin = [self.timed(provider)], time.perf_counter()
+        slow = self.slow.get(provider.name)
+        taken, begin = [slow or self.timed(provider)], time.perf_counter()
         while len(taken) < self.plan.warmup and taken[0] < SLOW:
             taken.append(self.timed(provider))
         usual = min(taken)  # the others may have waited for new pages
@@ -178,7 +241,7 @@ class Calls:
         self.repeats[provider.name] = max(1, round(repeats))
         self.untimed[provider.name] = usual < SLOW
         cost = whole * (self.untimed[provider.name] + self.repeats[provider.name])  # of a turn
-        able = max(3, int(min(self.plan.rounds, self.plan.seconds / max(cost, 1e-9))))
+        able = max(self.plan.least, int(min(self.plan.rounds, self.plan.seconds / max(cost, 1e-9))))
         self.intervals[provider.name] = max(1, self.plan.rounds // able)
 
     def take(self, provider: Provider, mine: Measured, *, turn: int) -> None:
@@ -206,9 +269,19 @@ class Calls:
         taken = sum(kernel.self_device_time_total for kernel in kernels)
         mine.kernels = taken / CALLS / 1e6 or None  # the profiler may be unable to record any
 
-    def call(self, provider: Provider, inputs: Inputs, step: str = "") -> Callable[[], Any]:
-        """Prepare a call up to the part that is timed; the default ``step`` is the case's."""
-        step = step or self.case.step
+    def call(self, provider: Provider, inputs: Inputs) -> Callable[[], Any]:
+        """Prepare a call up to the part that is timed."""
+        step = self.case.step
+        ready, backward = self._ready(provider, inputs)
+        if step == FORWARD:
+            return lambda: provider.forward(ready)
+        if step == BACKWARD:
+            output = provider.forward(ready)
+            return lambda: backward(output)
+        return lambda: backward(provider.forward(ready))
+
+    def _ready(self, provider: Provider, inputs: Inputs) -> tuple[Inputs, Callable[[Any], Any]]:
+        """Return the inputs of a provider's forward, and its backward."""
         ready = provider.prepare(inputs) if provider.prepare else inputs
         leaves = {name: ready[name].detach().requires_grad_() for name in self.case.leaves}
         ready = ready | leaves
@@ -220,12 +293,7 @@ class Calls:
             ones = [torch.ones_like(one) for one in outputs]
             return torch.autograd.grad(outputs, list(leaves.values()), ones)
 
-        if step == FORWARD:
-            return lambda: provider.forward(ready)
-        if step == BACKWARD:
-            output = provider.forward(ready)
-            return lambda: backward(output)
-        return lambda: backward(provider.forward(ready))
+        return ready, backward
 
     def timed(self, provider: Provider) -> float:
         """Return the seconds of a call."""

@@ -24,7 +24,7 @@ WITHOUT_WAITING = (  # whose import is quick, or which are not in the environmen
 def answered(case, provider, run):
     """Return the error of an answer, or the reason why there is none."""
     try:
-        return run.error(provider, run.call(provider, run.first)())
+        return run.error(*run.answered(provider))
     except (ImportError, RuntimeError) as failure:
         return str(failure)
 
@@ -118,14 +118,13 @@ def test_a_slice_stays_one_where_the_gradient_is_written_over_it():
 def test_a_wrong_row_of_any_sequence_is_found(op, sequence, token):
     (case,) = cases([Size(op, "tiny", 8 * 40, torch.float32)], ["forward"], CPU, ["cpu"], [])
     run = Calls(case, CPU, Plan(sets=1))
-    provider = case.providers[0]
-    answer = run.call(provider, run.first)()
+    _, answer = run.answered(case.providers[0])
     changed = [one.clone() for one in ([answer] if torch.is_tensor(answer) else answer)]
     changed[-1][sequence, token] += 0.5
     assert case.error(changed, run.first) > 0.05
     changed[0][sequence, 20] = torch.nan  # also where nothing is compared
     with pytest.raises(ValueError, match="not finite"):
-        run.error(provider, changed)
+        run.error(None, changed)
 
 
 @pytest.mark.parametrize("op", ["logits_policy_loss", "linear_policy_loss", "policy_loss"])
@@ -135,9 +134,8 @@ def test_a_wrong_loss_with_the_right_gradient_is_found(op):
     run = Calls(case, CPU, Plan(sets=1))
     right = case.providers[0]
     wrong = right._replace(forward=lambda inputs: right.forward(inputs) + 1)
-    answer = run.call(wrong, run.first)()
-    assert run.error(right, answer) < 4e-3
-    assert run.error(wrong, answer) > 0.3
+    assert run.error(*run.answered(right)) < 4e-3
+    assert run.error(*run.answered(wrong)) > 0.3
 
 
 @pytest.mark.parametrize(("sequences", "each"), [(16, 2**15), (1, 2**17), (128, 4096)])
@@ -145,13 +143,12 @@ def test_all_tokens_of_long_sequences_are_compared(sequences, each):
     size = Size("gae", "", sequences * each, torch.float32, f"{each} tokens each")
     (case,) = cases([size], ["forward"], CPU, ["cpu"], [])
     run = Calls(case, CPU, Plan(sets=1))
-    provider = case.providers[0]
-    answer = run.call(provider, run.first)()
-    assert run.error(provider, answer) < 2e-6
+    _, answer = run.answered(case.providers[0])
+    assert run.error(None, answer) < 2e-6
     for sequence in (0, -1):
         changed = answer.clone()
         changed[sequence, 0] += 0.1
-        assert run.error(provider, changed) > 1e-3
+        assert run.error(None, changed) > 1e-3
 
 
 @pytest.mark.parametrize("variant", ["", "half the rows masked", "packed"])

@@ -72,7 +72,9 @@ def test_a_folder_that_cannot_be_written_is_named(capsys):
 def test_everything_that_can_be_chosen_is_listed(capsys):
     assert command_line.main(["--list"]) == 0
     said = capsys.readouterr().out
-    for text in ("linear_policy_loss      'half the rows masked'", "qwen3-0.6b    1024 x 151936"):
+    for text in ("linear_policy_loss      '32 kept', '512 kept'", "qwen3-0.6b    1024 x 151936"):
         assert text in said
+    lengths = "'128 tokens each', '1024 tokens each', '2048 tokens each', '4096 tokens each'"
+    assert f"gae                     '40 tokens each', {lengths}" in said
     assert "reference     works" in said
     assert "liger-kernel" in said

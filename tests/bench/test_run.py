@@ -12,13 +12,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fastrl.bench import child, report, worker
 from fastrl.bench import run as runner
-from fastrl.bench import worker
 from fastrl.bench.cases import SELECTIONS
 from fastrl.bench.journal import Journal
 from fastrl.bench.run import Run
 from fastrl.bench.settings import Settings
-from fastrl.bench.timing import Plan, measure
+from fastrl.bench.timing import LATE, Plan, measure
 
 #: A worker of which job `dies` dies, `hangs` hangs, `loses` loses the GPU, and `slow` hangs in a
 #: peer.
@@ -27,13 +27,13 @@ import os, sys, time
 from pathlib import Path
 from fastrl.bench.journal import Journal
 
-_, settings, out, until, *jobs = sys.argv
+_, settings, out, package, until, *jobs = sys.argv
 journal = Journal(Path(out))
 case = dict(op="gae", step="forward", model="", shape={"tokens": 1}, dtype="float32", variant="",
             device="cpu", flops=0, bytes_moved=1)
 row = dict(name="fastrl cpu", kind="fastrl", seconds={"0": 0.001}, peak=0, error=0.0, host=None,
            kernels=None, failure="")
-for job in jobs:
+for job in jobs[:1]:
     if time.monotonic() > float(until):
         sys.exit(0)
     journal.append(job=job, started=time.time())
@@ -46,6 +46,8 @@ for job in jobs:
         sys.exit(1)
     if job == "slow" and not journal.left_out(job):
         journal.append(job=job, trying="fastrl cpu")
+        late = dict(row, name="a slow peer", kind="peer", seconds={})
+        journal.append(job=job, partial=dict(case, name=job, providers=[row, late]))
         journal.append(job=job, trying="a slow peer")
         time.sleep(600)
     if job == "ceilings":
@@ -62,13 +64,18 @@ NAMES = ("good", "dies", "hangs", "loses", "slow")
 def make_run(tmp_path, monkeypatch):
     """A function that makes a run whose worker is the pretended one."""
     (tmp_path / "worker.py").write_text(WORKER)
-    monkeypatch.setattr(runner, "WORKER", (str(tmp_path / "worker.py"),))
+    script = str(tmp_path / "worker.py")
+    command = lambda module, *arguments: [sys.executable, script, *arguments]  # noqa: E731
+    monkeypatch.setattr(runner.child, "command", command)
     monkeypatch.setattr(runner, "STARTING", 30.0)
     monkeypatch.setattr(runner, "machine", lambda device: {"device": "pretended"})
+    monkeypatch.setattr(runner, "in_words", lambda *run: "four cases")
     cases = [SimpleNamespace(name=name) for name in NAMES]
-    settings = SimpleNamespace(cases=lambda: cases, to_json=lambda: "{}", device="cpu", tiny=False)
 
-    def make(**limits):
+    def make(plan=Plan(), **limits):  # noqa: B008
+        settings = SimpleNamespace(
+            cases=lambda: cases, to_json=lambda: "{}", device="cpu", tiny=False, plan=plan
+        )
         return Run(settings, tmp_path, "fastrl bench", **{"seconds": 60.0, "silent": 1.0, **limits})
 
     return make
@@ -120,10 +127,10 @@ def test_what_a_case_held_is_freed_before_the_next(tmp_path, monkeypatch):
     one = Settings(sizes, ("forward", "both"), "cpu", Plan(1, 1, 1, 0.1), ("cpu",), (), tiny=True)
     held = []
 
-    def watched(case, *options):
+    def watched(case, *options, **limits):
         assert all(tensor() is None for tensor in held)
         made = case._replace(inputs=lambda seed: watch(case.inputs(seed)))
-        found = measure(made, *options)
+        found = measure(made, *options, **limits)
         held.append(weakref.ref(case.providers[-1].forward.held["logits"]))
         return found
 
@@ -133,15 +140,42 @@ def test_what_a_case_held_is_freed_before_the_next(tmp_path, monkeypatch):
 
     monkeypatch.setattr(worker, "measure", watched)
     names = [case.name for case in one.cases()]
-    assert worker.main([one.to_json(), str(tmp_path), "inf", *names]) == 0
+    arguments = [one.to_json(), str(tmp_path), child.PACKAGE, "inf"]
+    assert worker.main([*arguments, *names]) == 0
     found = Journal(tmp_path).results()
     assert [found[name].get("failure") for name in names] == [None, None]
     assert len(held) > 4
 
 
+@pytest.mark.slow
+def test_a_hurried_run_goes_on_with_what_a_slow_case_has_timed(make_run, capsys):
+    run = make_run(Plan(hurried=True), silent=5.0)
+    found = run.main()
+    assert found["not_run"] == {"dies": runner.DIED, "hangs": LATE}
+    assert report.late(found) == ["hangs", "slow: a slow peer"]
+    assert [case["name"] for case in found["cases"]] == ["good", "loses", "slow"]
+    said = capsys.readouterr()
+    assert said.out.count("## ") == 3
+    assert said.err.startswith("four cases\n")
+    # more time measures these again, and nothing else
+    assert {"hangs", "slow"} == {*NAMES, "ceilings"} - {*make_run().journal.results()}
+
+
 def test_out_of_time_nothing_is_left_out_in_silence(make_run):
     found = make_run(seconds=0.0).main()
-    assert found["not_run"] == dict.fromkeys(NAMES, "the time was over")
+    assert found["not_run"] == dict.fromkeys(NAMES, LATE)
+
+
+def test_a_worker_imports_the_package_of_its_parent(tmp_path, monkeypatch):
+    (tmp_path / "fastrl").mkdir()
+    (tmp_path / "fastrl" / "__init__.py").write_text("raise SystemExit('the wrong package')")
+    monkeypatch.chdir(tmp_path)
+    one = Settings((), (), "cpu", Plan(), tiny=True)
+    arguments = (one.to_json(), str(tmp_path), child.PACKAGE, "inf")
+    done = subprocess.run(child.command(runner.WORKER, *arguments), capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    with pytest.raises(SystemExit, match="the run is one of /elsewhere/fastrl, and this process"):
+        worker.main([one.to_json(), str(tmp_path), "/elsewhere/fastrl", "inf"])
 
 
 def test_a_worker_that_does_not_start_says_why(make_run, tmp_path):
@@ -176,4 +210,4 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path):
     found = json.loads((tmp_path / "results.json").read_text())
     assert found["cases"]
     if running.returncode == 130:  # else all had been measured before the signal came
-        assert set(found["not_run"].values()) == {"the time was over"}
+        assert set(found["not_run"].values()) == {LATE}

@@ -3,6 +3,7 @@
 import json
 import os
 from contextlib import nullcontext
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -129,6 +130,7 @@ def found(tmp_path_factory):
     threads.setenv("OMP_NUM_THREADS", "1")
     assert main([*TINY, "--steps", "1", "--out", str(folder)]) == 0
     threads.undo()
+    assert (folder / "step-light.svg").exists() == (find_spec("matplotlib") is not None)
     return json.loads((folder / "step.json").read_text()), (folder / "step.md").read_text()
 
 

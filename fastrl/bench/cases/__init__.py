@@ -42,6 +42,7 @@ OPS: dict[str, tuple[Make, tuple[str, ...]]] = {
 }
 WITHOUT_BACKWARD = ("gae", "group_advantages")
 WITHOUT_MODEL = ("policy_loss", *WITHOUT_BACKWARD)
+COMPILED = ("linear_policy_loss", "logits_policy_loss")  # by torch, also where time is short
 
 
 def cases(
@@ -50,6 +51,8 @@ def cases(
     device: torch.device,
     backends: Sequence[str] | None = None,
     peers: Sequence[str] | None = None,
+    *,
+    sparing: bool = False,
 ) -> list[Case]:
     """Return the cases of these sizes and passes, in order, each once.
 
@@ -61,6 +64,8 @@ def cases(
         backends: Of fastrl; None: all that have kernels here, or else the reference. One that is
             unavailable fails.
         peers: Names in ``PEERS``; None: all that are installed. Another one fails.
+        sparing: Of torch's forms, leave out those without a cast to float32, and torch.compile but
+            in the first cases of two operators.
 
     Raises:
         ValueError: a name or a number is not known.
@@ -73,6 +78,7 @@ def cases(
         'token_logprobs, forward, tiny, 16 x 500, float32'
     """
     who = participants(device, backends, peers)
+    firsts = {op: next((one for one in sizes if one.op == op), None) for op in COMPILED}
     for step in steps:
         _known("steps", step, PASSES)
     made: list[Case] = []
@@ -90,7 +96,11 @@ def cases(
         passes = steps
         if size.op in WITHOUT_BACKWARD:
             passes = [FORWARD for step in steps if step != BACKWARD]
-        made += [make(size, step, who) for step in passes]
+        takes_part = who
+        if sparing:
+            left = [one for one in who.peers if one != "compile" or size in firsts.values()]
+            takes_part = who._replace(peers=tuple(left), narrow=False)
+        made += [make(size, step, takes_part) for step in passes]
     return [*{case.name: case for case in made}.values()]
 
 
