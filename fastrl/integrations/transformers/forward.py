@@ -25,6 +25,7 @@ from fastrl.integrations.transformers.wrappers import (
     causal_model,
     forward_of,
     only_thread_in,
+    reduces_gradients,
     uncompiled,
     unwrapped_once,
     wrappers,
@@ -49,7 +50,9 @@ def last_hidden_states(model: nn.Module, **inputs: Any) -> Tensor:
         Hidden states `[B, T, H]` in the dtype of the model.
 
     Raises:
-        ValueError: a PEFT wrapper has an adapter that only its own forward applies.
+        ValueError: a PEFT wrapper has an adapter that only its own forward applies; gradients are
+            enabled, and the forward of DDP, FSDP1 or DeepSpeed, which is not called, would reduce
+            them over several ranks; or the autocast of accelerate would be lost.
 
     Examples:
         >>> import torch, transformers
@@ -68,6 +71,8 @@ def last_hidden_states(model: nn.Module, **inputs: Any) -> Tensor:
     _refuse_adapters_of_rows(inputs)
     for wrapper in wrappers(model):
         _refuse_adapters_of_the_wrapper(wrapper)
+        _refuse_unreduced_gradients(wrapper)
+        _refuse_lost_autocast("last_hidden_states", wrapper)
     states: Tensor = backbone(model)(**inputs, use_cache=False).last_hidden_state
     return states
 
@@ -123,7 +128,7 @@ def inside_forward(
     _refuse_adapters_of_rows(inputs)
     prove(model)
     causal = causal_model(model)
-    _refuse_lost_autocast(causal)
+    _refuse_lost_autocast("inside_forward", causal)
 
     def forward(*arguments: Any, **inputs: Any) -> Result:
         states = backbone(causal)(*arguments, **inputs).last_hidden_state
@@ -245,13 +250,24 @@ def _refuse_adapters_of_rows(inputs: dict[str, Any]) -> None:
         )
 
 
-def _refuse_lost_autocast(causal: nn.Module) -> None:
-    """Refuse a model whose forward accelerate has put under autocast."""
-    device = next(causal.parameters()).device.type
-    if "_original_forward" in causal.__dict__ and not torch.is_autocast_enabled(device):
+def _refuse_lost_autocast(function: str, model: nn.Module) -> None:
+    """Refuse a model whose forward accelerate has replaced by one under autocast."""
+    if "_original_forward" not in model.__dict__:
+        return
+    if not torch.is_autocast_enabled(next(model.parameters()).device.type):
         raise ValueError(
-            "inside_forward must be called in `with accelerator.autocast():` for a model that "
+            f"{function} must be called in `with accelerator.autocast():` for a model that "
             "accelerate has prepared with mixed precision"
+        )
+
+
+def _refuse_unreduced_gradients(model: nn.Module) -> None:
+    """Refuse a wrapper whose forward, which is not called, prepares the reduction of gradients."""
+    if torch.is_grad_enabled() and reduces_gradients(model):
+        raise ValueError(
+            f"model must not be a {type(model).__name__} over several ranks while gradients are "
+            "enabled: each rank would keep its own gradients, since only the forward of the "
+            "wrapper reduces them; `inside_forward` calls it"
         )
 
 

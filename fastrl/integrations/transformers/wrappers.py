@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 #: The alternative for a model that the linear functions cannot take.
@@ -99,9 +100,25 @@ def unwrapped_once(model: nn.Module) -> nn.Module | None:
     """Return the module that torch.compile, DDP, FSDP1 or DeepSpeed has wrapped, or None."""
     if is_compiled(model):
         return _what_is_compiled(model)
-    if is_fsdp1(model) or _names(model) & {"DistributedDataParallel", "DeepSpeedEngine"}:
+    if _is_parallel(model):
         return model.module  # type: ignore[return-value]
     return None
+
+
+def _is_parallel(model: nn.Module) -> bool:
+    """Return whether a module is the wrapper of DDP, FSDP1 or DeepSpeed."""
+    return is_fsdp1(model) or bool(_names(model) & {"DistributedDataParallel", "DeepSpeedEngine"})
+
+
+def reduces_gradients(model: nn.Module) -> bool:
+    """Return whether a module is a wrapper whose forward reduces gradients over several ranks.
+
+    FSDP2 wraps nothing: its hooks are on the modules themselves.
+    """
+    if not (_is_parallel(model) and dist.is_available() and dist.is_initialized()):
+        return False
+    group = None if is_fsdp1(model) else getattr(model, "process_group", None)
+    return dist.get_world_size(group) > 1
 
 
 def _what_is_compiled(model: nn.Module) -> nn.Module:

@@ -4,10 +4,13 @@ import threading
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import fastrl
 from tests.integrations.packages import needed
 from tests.integrations.trl.runs import make_model
+from tests.ops.ranks.gloo_ranks import on_ranks
 
 needed("transformers")
 from fastrl.integrations.transformers import (  # noqa: E402
@@ -96,13 +99,45 @@ def test_the_autocast_of_accelerate_is_not_lost():
     accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
     try:
         model = accelerator.prepare(make_model())
-        with pytest.raises(ValueError, match=r"with accelerator.autocast\(\):"):
+        with pytest.raises(ValueError, match=r"^inside_forward .* `with accelerator.autocast\(\):"):
             inside_forward(model, logprobs, input_ids=IDS)
+        with pytest.raises(ValueError, match=r"^last_hidden_states .* `with accelerator.autocast"):
+            last_hidden_states(model, input_ids=IDS)
         with accelerator.autocast():
             found = inside_forward(model, logprobs, input_ids=IDS)
+            last_hidden_states(model, input_ids=IDS)
         torch.testing.assert_close(found, of_logits(model), rtol=0, atol=0.05)
     finally:
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def hidden_of_wrapped_models():
+    """What `last_hidden_states` says of models over two ranks, and its gradient over one."""
+    ddp, fsdp1 = torch.nn.parallel.DistributedDataParallel, FullyShardedDataParallel
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    messages = []
+    for wrapped in (ddp(make_model()), fsdp1(make_model(), device_id=torch.device("cpu"))):
+        with pytest.raises(ValueError) as refused:
+            last_hidden_states(wrapped, input_ids=IDS)
+        messages.append(str(refused.value))
+    with torch.no_grad():
+        scored = last_hidden_states(ddp(make_model()), input_ids=IDS)
+    learned = last_hidden_states(ddp(make_model(), process_group=alone), input_ids=IDS)
+    assert learned.requires_grad
+    return messages, scored, learned.detach()
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="torch without gloo")
+def test_gradients_that_no_forward_would_reduce_are_refused():
+    expected = last_hidden_states(make_model(), input_ids=IDS).detach()
+    for messages, scored, learned in on_ranks(2, hidden_of_wrapped_models):
+        for name, text in zip(
+            ("DistributedDataParallel", "FullyShardedDataParallel"), messages, strict=True
+        ):
+            assert f"model must not be a {name} over several ranks" in text
+            assert "`inside_forward` calls it" in text
+        torch.testing.assert_close(scored, expected)
+        torch.testing.assert_close(learned, expected)
 
 
 def test_threads_wait_for_each_other_and_see_their_own_forward():
