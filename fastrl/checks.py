@@ -127,9 +127,10 @@ def floating(name: str, value: object) -> Tensor:
     """Return `value` if it is a tensor of a dtype in `FLOATS`."""
     result = tensor(name, value)
     if result.dtype not in FLOATS:
+        mend = f": pass {name}.float()" if result.dtype in (torch.bool, *INTEGERS) else ""
         raise TypeError(
             f"{name} must be a floating-point tensor (float32, bfloat16, float16 or float64), "
-            f"got {result.dtype}"
+            f"got {result.dtype}{mend}"
         )
     return result
 

@@ -112,9 +112,9 @@ def group_advantages(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an argument has the wrong shape or value, no groups are given, or
-            `process_group` has no effect: rewards `[P, G]` are whole groups, which only
-            `scale="batch"` relates to other groups.
+        ValueError: an argument has the wrong shape or value, no groups are given, all groups have
+            one reward and `singleton` is not given, or `process_group` has no effect: rewards
+            `[P, G]` are whole groups, which only `scale="batch"` relates to other groups.
 
     Examples:
         >>> import torch, fastrl
@@ -153,6 +153,8 @@ def group_advantages(
             size = whole("group_size", group_size, low=1)
         if r.dim() == 2 and size != max(r.shape[1], 1):
             raise ValueError(f"group_size must be {r.shape[1]} for rewards [P, G], got {size}")
+        if singleton is None and (r.shape[1] if r.dim() == 2 else size) == 1:
+            _refuse_groups_of_one(r)
         ids = None
         if isinstance(size, torch.SymInt):  # as an argument of the operator it would be specialized
             ids, size = torch.arange(r.numel(), device=r.device) // size, 0
@@ -207,6 +209,16 @@ def group_advantages(
         else (output.where(valid, torch.zeros_like(output)) for output in result)
     )
     return GroupAdvantages(*(output[mine].reshape(r.shape) for output in outputs))
+
+
+def _refuse_groups_of_one(rewards: Tensor) -> None:
+    given, mend = "group_size=1", ""
+    if rewards.dim() == 2:
+        given = f"rewards of shape {tuple(rewards.shape)}"
+        mend = "; if each row is one completion, pass rewards.squeeze(-1) and group_size"
+    raise ValueError(
+        f"groups must have at least 2 rewards unless singleton is given, got {given}{mend}"
+    )
 
 
 def _rewarded(rewards: Tensor, valid: Tensor | None, convention: str) -> Tensor | None:

@@ -71,6 +71,9 @@ def examine_group_advantages(trial: Trial) -> None:
         arguments["group_ids"] = laid_out(ids.view(shape), case.token_layout)
     elif case.layout == "packed":
         arguments["group_size"] = size
+    convention = case.parameters.get("convention", "fastrl")
+    if case.groups is None and size == 1:  # which is refused without
+        arguments.setdefault("singleton", ADVANTAGE_CONVENTIONS[convention][2])
     tokens, rewards = tokens_of(case), _rewards(case, total, names)
     if case.parameters.get("scale") == "mean":  # which negative rewards are refused for
         rewards = np.where(tokens.valid, np.abs(rewards), rewards)
@@ -79,7 +82,6 @@ def examine_group_advantages(trial: Trial) -> None:
         mask=mask_tensor(case, tokens),
         **arguments,
     )
-    convention = case.parameters.get("convention", "fastrl")
     usual = ("correction", "eps", "singleton")
     options = {"baseline": "mean", "scale": "group"}
     options |= dict(zip(usual, ADVANTAGE_CONVENTIONS[convention], strict=True)) | case.parameters
