@@ -56,6 +56,8 @@ def main():
             print(step, norm, *(metrics[k].item() for k in ("policy_loss", "kl_old", "ratio_max")))
 
 
+if not dist.is_torchelastic_launched():
+    raise SystemExit("start this script as its first line says, with torchrun")
 dist.init_process_group()
 main()
 dist.destroy_process_group()

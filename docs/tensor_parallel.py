@@ -54,6 +54,8 @@ def main():
             print(step, result.loss.item(), result.metrics["kl_old"].item(), *norms)
 
 
+if not dist.is_torchelastic_launched():
+    raise SystemExit("start this script as its first line says, with torchrun")
 dist.init_process_group()
 main()
 dist.destroy_process_group()
