@@ -12,6 +12,7 @@ import functools
 import importlib
 import inspect
 import math
+import warnings
 from typing import Any
 
 import torch
@@ -56,7 +57,25 @@ def policy_trainer(trainer: Any, base: type, choices: Choices) -> PolicyHandle:
     if choices.fused is False:
         reason = "fused is False"
     replay = Replay(trainer) if choices.replay_kept_tokens else None
+    if replay is None:
+        _warn_of_kept_tokens(trainer)
     return PolicyHandle(trainer, reason, choices.backend, replay)
+
+
+def _warn_of_kept_tokens(trainer: Any) -> None:
+    """Warn if the sampler normalizes over fewer tokens than the loss, where a replay can mend it.
+
+    With vLLM it cannot, and TRL corrects for the difference.
+    """
+    unused = {"top_p": (None, 1.0), "top_k": (None, 0), "min_p": (None, 0.0)}
+    found = [f"{name}={x}" for name in unused if (x := getattr(trainer, name)) not in unused[name]]
+    if found and not trainer.use_vllm:
+        warnings.warn(
+            f"{', '.join(found)}: TRL samples from fewer tokens than its log-probabilities are "
+            "normalized over, which biases the ratios; use_fastrl(trainer, replay_kept_tokens=True)"
+            " computes them over the tokens that the sampler kept",
+            stacklevel=5,  # the call of use_fastrl
+        )
 
 
 class PolicyHandle(Handle):
