@@ -210,8 +210,10 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             normalizer=self._normalizer(mask, num_items_in_batch),
         )
         clip_ratio = self._clip_ratio(result.logprobs, advantages, mask, old_per_token_logps)
-        metrics = (result.metrics["kl"], clip_ratio) if self.beta else (clip_ratio,)
-        return result.loss, metrics
+        if not self.beta:
+            return result.loss, (clip_ratio,)
+        without = torch.zeros_like(clip_ratio)  # a reference
+        return result.loss, (result.metrics.get("kl", without), clip_ratio)
 
     def _reference(
         self,

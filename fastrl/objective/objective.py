@@ -93,8 +93,9 @@ class Objective:
         delta: upper bound of the unclipped ratio, above 1 + clip_high (INTELLECT-2), or None.
         sapo_temperature_pos: `tau` for positive advantages.
         sapo_temperature_neg: `tau` for all other advantages.
-        kl_coef: weight `beta` of the KL to `ref_logprobs`. If it is 0, even at the end of a
-            schedule, the other KL fields must be left at their defaults.
+        kl_coef: weight `beta` of the KL to `ref_logprobs`, or None, with which the losses refuse
+            them; 0 computes the metric `kl` alone. If it is 0, even at the end of a schedule, the
+            other KL fields must be left at their defaults.
         kl_estimator: `k1`, `k2`, `k3` or `abs`, which `kl_divergence` defines; or `exact`, the
             KL(policy, reference) itself, with the reference's distributions passed as `teacher`.
         kl_clamp: bound on the absolute value of the estimate of a token in nats, or None.
@@ -150,7 +151,7 @@ class Objective:
     delta: float | None = None
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
-    kl_coef: float = 0.0
+    kl_coef: float | None = None
     kl_estimator: KlTerm = "k3"
     kl_clamp: float | None = None
     kl_gradient: KlGradient = "exact"
@@ -197,7 +198,8 @@ class Objective:
         min_high = -self.clip_low if self.surrogate == "cispo" else 0.0
         if self.clip_high is not None:
             keep(self, "clip_high", number("clip_high", self.clip_high, low=min_high))
-        keep(self, "kl_coef", number("kl_coef", self.kl_coef, low=0.0))
+        if self.kl_coef is not None:
+            keep(self, "kl_coef", number("kl_coef", self.kl_coef, low=0.0))
         keep(self, "teacher_coef", number("teacher_coef", self.teacher_coef, low=0.0))
         if self.log_ratio_clamp is not None:
             keep(self, "log_ratio_clamp", around_zero("log_ratio_clamp", self.log_ratio_clamp))
@@ -226,7 +228,7 @@ class Objective:
     @property
     def has_exact_kl(self) -> bool:
         """Whether the KL term is the divergence from a reference."""
-        return self.kl_estimator == "exact" and self.kl_coef > 0
+        return self.kl_estimator == "exact" and bool(self.kl_coef)
 
     @property
     def arguments(self) -> ObjectiveArguments:
@@ -239,6 +241,7 @@ class Objective:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         fields |= {"log_ratio_low": -low, "log_ratio_high": high}
         surrogate, estimator = self.surrogate, self.kl_estimator
+        fields["kl_coef"] = self.kl_coef or 0.0
         if estimator == "exact":  # a separate term, which the operators do not compute
             estimator, fields["kl_coef"] = "k3", 0.0
         return ObjectiveArguments(

@@ -269,4 +269,4 @@ def _one_pass(
         pairs = zip(tensors, grads, needs, strict=True)
         given = [(x, grad if need else None) for x, grad, need in pairs]
         loss = with_gradients(loss, given, options.backend)
-    return policy_loss_result(loss, values, logprobs, entropy, shape)
+    return policy_loss_result(loss, values, logprobs, entropy, inputs, shape)

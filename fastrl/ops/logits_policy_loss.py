@@ -224,4 +224,4 @@ def _one_pass(
         )
     loss, _, _, metrics = inputs.evaluate(logprobs, entropy, constants)
     loss = with_gradients(loss, [(target, grad_logits)], inputs.backend)
-    return policy_loss_result(loss, metrics, logprobs, entropy, original.shape[:-1])
+    return policy_loss_result(loss, metrics, logprobs, entropy, inputs, original.shape[:-1])

@@ -27,7 +27,8 @@ class LossMetrics(Mapping[str, Tensor]):
     `torch.load(weights_only=True)` accepts.
 
     Attributes:
-        vector: all metrics, in the order of their names.
+        vector: all metrics, in the order of their names; 0 in place of a `kl` without a reference.
+        has_kl: whether `kl` is one of the names.
 
     Examples:
         >>> import torch, fastrl
@@ -38,25 +39,27 @@ class LossMetrics(Mapping[str, Tensor]):
         2.0
     """
 
-    __slots__ = ("vector",)
+    __slots__ = ("has_kl", "vector")
 
-    def __init__(self, values: Tensor | Mapping[str, Tensor]) -> None:
-        """Take the vector, or a mapping with all names; the metrics of a teacher may be missing."""
+    def __init__(self, values: Tensor | Mapping[str, Tensor], *, has_kl: bool = True) -> None:
+        """Take the vector, or a mapping, in which `kl` and the teacher's metrics may be missing."""
         if isinstance(values, Mapping):
-            names = _NAMES if set(TEACHER_METRICS) <= set(values) else METRICS
-            values = torch.stack([torch.as_tensor(values[name]) for name in names])
-        self.vector = values
+            names, has_kl = _names(values), "kl" in values
+            first = torch.as_tensor(values[METRICS[0]])
+            absent = torch.zeros_like(first)
+            values = torch.stack([torch.as_tensor(values.get(name, absent)) for name in names])
+        self.vector, self.has_kl = values, has_kl
 
     def __getitem__(self, name: str) -> Tensor:
-        if _INDEX[name] >= len(self):
+        if name not in list(self):
             raise KeyError(name)
         return self.vector[_INDEX[name]]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_NAMES[: len(self)])
+        return iter([n for n in _NAMES[: len(self.vector)] if self.has_kl or n != "kl"])
 
     def __len__(self) -> int:
-        return len(self.vector)
+        return len(self.vector) - (not self.has_kl)
 
     # before torch 2.12 torch.compile cannot unpack the views that Mapping returns
 
@@ -83,13 +86,17 @@ class LossMetrics(Mapping[str, Tensor]):
         return OrderedDict, (), None, None, iter(self.items())
 
     def __copy__(self) -> LossMetrics:
-        return LossMetrics(self.vector)
+        return LossMetrics(self.vector, has_kl=self.has_kl)
 
     def __deepcopy__(self, memo: dict[int, object]) -> LossMetrics:
-        return LossMetrics(self.vector.clone())
+        return LossMetrics(self.vector.clone(), has_kl=self.has_kl)
 
     def to_floats(self) -> dict[str, float]:
+<<<<<<< HEAD
         """Return the metrics as Python floats, with one transfer from the device instead of twelve.
+=======
+        """Return the metrics as Python floats, by a single transfer from the device.
+>>>>>>> af46fb0 (Refuse ref_logprobs without kl_coef, and leave the metric kl out without a reference)
 
         Returns:
             A dict from names to floats.
@@ -100,13 +107,14 @@ class LossMetrics(Mapping[str, Tensor]):
             >>> result.metrics.to_floats()["ratio_mean"]
             1.0
         """
-        return dict(zip(self, self.vector.tolist(), strict=True))
+        numbers = dict(zip(_NAMES, self.vector.tolist(), strict=False))
+        return {name: numbers[name] for name in self}
 
 
 _pytree.register_pytree_node(
     LossMetrics,
-    lambda metrics: ([metrics.vector], None),
-    lambda vector, _: LossMetrics(*vector),
+    lambda metrics: ([metrics.vector], metrics.has_kl),
+    lambda vector, has_kl: LossMetrics(*vector, has_kl=has_kl),
     serialized_type_name="fastrl.LossMetrics",
 )
 
@@ -150,16 +158,16 @@ def reduce_metrics(
         tensor(5.)
     """
     one_of("policy_loss", policy_loss, ("sum", "mean", "rank-mean"))
-    vectors = [_vector(item) for item in _sequence(metrics)]
-    first, *others = vectors
-    for number, vector in enumerate(others, 1):
-        on_device(f"metrics[{number}]", vector, first, "the first")
-        if len(vector) != len(first):
+    first, *others = parts = [_checked(item) for item in _sequence(metrics)]
+    for number, part in enumerate(others, 1):
+        on_device(f"metrics[{number}]", part.vector, first.vector, "the first")
+        if list(part) != list(first):
+            differing = ", ".join(sorted(set(part) ^ set(first)))
             raise ValueError(
-                f"metrics[{number}] must have the {len(first)} names of the first, "
-                f"got {len(vector)}: all or none must have a teacher"
+                f"metrics[{number}] must have the {len(first)} names of the first, got "
+                f"{len(part)}: all or none must have {differing}, from a teacher or a reference"
             )
-    table = torch.stack(vectors)
+    table = torch.stack([part.vector.detach() for part in parts])
     dtype, table = table.dtype, table.double()
     columns = dict(zip(_NAMES, table.unbind(1), strict=False))
     tokens = columns["active_tokens"][:, None]
@@ -185,7 +193,7 @@ def reduce_metrics(
     for name, extreme in (("ratio_max", extremes[0]), ("ratio_min", -extremes[1])):
         extreme = torch.where(count > 0, extreme, 0.0)
         result[name].copy_(torch.where(sums[name].isnan(), sums[name], extreme))
-    return LossMetrics(result.vector.to(dtype))
+    return LossMetrics(result.vector.to(dtype), has_kl=first.has_kl)
 
 
 def _sequence(metrics: object) -> Sequence[object]:
@@ -201,12 +209,17 @@ def _sequence(metrics: object) -> Sequence[object]:
     return metrics
 
 
-def _vector(metrics: object) -> Tensor:
+def _names(metrics: Mapping[str, object]) -> tuple[str, ...]:
+    """Return the names of a vector with these metrics."""
+    return _NAMES if any(name in metrics for name in TEACHER_METRICS) else METRICS
+
+
+def _checked(metrics: object) -> LossMetrics:
     if isinstance(metrics, LossMetrics):
-        return metrics.vector.detach()
+        return metrics
     if not isinstance(metrics, Mapping):
         raise TypeError(f"metrics must be the metrics of a loss, got {type(metrics).__name__}")
-    names = _NAMES if len(metrics) > len(METRICS) else METRICS
+    names = [name for name in _names(metrics) if name != "kl" or "kl" in metrics]
     if set(metrics) != set(names):
         raise ValueError(
             f"metrics must have the names {', '.join(names)}; "
@@ -218,7 +231,7 @@ def _vector(metrics: object) -> Tensor:
                 f"metrics[{name!r}] must be a 0-d tensor, got shape {tuple(metrics[name].shape)}"
             )
         on_device(f"metrics[{name!r}]", metrics[name], metrics[METRICS[0]], "the others")
-    return torch.stack([metrics[name].detach() for name in names])
+    return LossMetrics(metrics)
 
 
 def _group(process_group: object) -> torch.distributed.ProcessGroup | None:

@@ -31,7 +31,8 @@ class PolicyLoss(NamedTuple):
     Attributes:
         loss: scalar, differentiable.
         metrics: 0-d tensors on the device, without gradient: `policy_loss` (without KL and
-            entropy), `kl` to the reference policy and `kl_old` to the old policy (k3, in nats),
+            entropy), `kl` to the reference policy (absent without one) and `kl_old` to the old
+            policy (k3, in nats),
             `entropy` (in nats, exact if known, else the sample estimate -log p), `ratio_mean`,
             `ratio_max`, `ratio_min`, `clip_low`, `clip_high`, `clip_fraction` (the fraction of
             active tokens where the lower, the upper or either bound is active), `active_tokens`,
@@ -185,14 +186,20 @@ def loss_of_logprobs(
         weights = divergence_weights(objective, arguments, active)
         still = without_gradient(slope, entropy_slope)
         loss, metrics = add_divergence(loss, metrics, compared, weights, active, still, objective)
-    return policy_loss_result(loss, metrics, detached, detached_entropy, shape)
+    return policy_loss_result(loss, metrics, detached, detached_entropy, inputs, shape)
 
 
 def policy_loss_result(
-    loss: Tensor, metrics: Tensor, logprobs: Tensor, entropy: Tensor | None, shape: torch.Size
+    loss: Tensor,
+    metrics: Tensor,
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    inputs: LossInputs,
+    shape: torch.Size,
 ) -> PolicyLoss:
     """Return a `PolicyLoss` with log-probabilities and entropies in the caller's shape."""
     if logprobs.shape != shape:
         logprobs = logprobs.reshape(shape)
         entropy = None if entropy is None else entropy.reshape(shape)
-    return PolicyLoss(loss, LossMetrics(metrics), logprobs, entropy)
+    named = LossMetrics(metrics, has_kl=inputs.has_reference())
+    return PolicyLoss(loss, named, logprobs, entropy)

@@ -93,11 +93,14 @@ def test_a_tensor_that_is_not_dense(name, argument, kind):
         arguments[argument], named = (KINDS[kind](zeros(2, 4)), zeros(5, 2), 1.0), "lora[0]"
     elif argument == "metrics":
         changed = (
-            METRICS["kl"]
+            METRICS["kl_old"]
             if "sparse" in kind or "quint8" in kind or "DTensor" in kind
-            else METRICS["kl"][None]
+            else METRICS["kl_old"][None]
         )
-        arguments[argument], named = {**METRICS, "kl": KINDS[kind](changed)}, "metrics['kl']"
+        arguments[argument], named = (
+            {**METRICS, "kl_old": KINDS[kind](changed)},
+            "metrics['kl_old']",
+        )
     else:
         arguments[argument] = KINDS[kind](arguments[argument])
     wanted = "plain" if kind == "a DTensor" else "dense"

@@ -28,7 +28,7 @@ def test_a_preset_may_set_fields_of_terms_that_are_off(convention, name):
         Objective.preset(name, convention=convention), kl_coef=0.1, entropy_coef=0.1
     )
     assert later == Objective.preset(name, convention=convention, kl_coef=0.1, entropy_coef=0.1)
-    assert dataclasses.replace(later, kl_coef=0.0, entropy_coef=0.0) == Objective.preset(
+    assert dataclasses.replace(later, kl_coef=None, entropy_coef=0.0) == Objective.preset(
         name, convention=convention
     )
 

@@ -26,6 +26,8 @@ DEFAULTS = {field.name: field.default for field in dataclasses.fields(Objective)
 def objective_of(case: Case) -> Any:
     """Return the objective as passed to fastrl."""
     changes = dict(case.fields)
+    if case.ref is not None and case.objective not in OWN:  # else they would be refused
+        changes.setdefault("kl_coef", 0.0)
     corrections = changes.get("rollout_correction")
     if corrections is not None:
         built = tuple(RolloutCorrection(**correction) for correction in corrections)

@@ -56,6 +56,8 @@ def logprobs_of(case: Case, tokens: Tokens) -> np.ndarray:
     """Return the log-probabilities of a case without logits, rounded to its dtype."""
     drawn = -np.abs(case.random("logprobs").standard_normal(tokens.total)) * 3
     drawn = on_grid(case, drawn, GRID)
+    if {case.old, case.ref, case.rollout} & {"bounds", "far", "huge"}:  # others may be far above
+        drawn = np.where(case.random("low logprobs").random(len(drawn)) < 0.3, drawn - 90, drawn)
     for feature, value in (("logprob-inf", -inf), ("both-inf", -inf), ("nan-logprob", nan)):
         drawn = some(case, feature, drawn, value)
     if case.has("ref-both-inf") or case.has("rollout-both-inf"):
@@ -107,7 +109,8 @@ def beside(case: Case, name: str, logprobs: np.ndarray, fields: dict) -> np.ndar
     else:
         by = on_grid(case, normal * {"near": 0.15, "far": 5.0, "huge": 60.0}[kind], GRID)
     finite = np.isfinite(logprobs)
-    values = np.where(finite, logprobs, -2.5) + (by if name == "ref" else -by)
+    near, by = np.where(finite, logprobs, -2.5), by if name == "ref" else -by
+    values = np.where(near + by > 0, near - np.abs(by), near + by)  # above 0 they are refused
     both = "both-inf" if name == "old" else f"{name}-both-inf"
     together = ~finite & (case.random(both).random(n) < 0.7)
     values = np.where(together & (case.has(both) or case.has("inf-chosen")), -inf, values)

@@ -67,6 +67,41 @@ def test_metrics_are_a_node_of_trees_and_can_be_copied():
     assert plain.to_floats() == result.metrics.to_floats()
 
 
+def of_reference(given, kl_coef):
+    objective = Objective(kl_coef=kl_coef)
+    lower = {"ref_logprobs": torch.full((1, 2), -1.0)} if given else {}
+    inputs = torch.zeros(1, 2), torch.ones(1), torch.ones(1, 2)
+    return fastrl.policy_loss(*inputs, **lower, objective=objective)
+
+
+def test_without_a_reference_there_is_no_kl(tmp_path):
+    """Nor in metrics that are copied, saved, reduced or made of a mapping."""
+    metrics = of_reference(given=False, kl_coef=None).metrics
+    torch.save(metrics, tmp_path / "metrics.pt")
+    same = [metrics, copy.copy(metrics), copy.deepcopy(metrics), type(metrics)(dict(metrics))]
+    same += [torch.utils._pytree.tree_map(torch.clone, metrics)]
+    same += [fastrl.reduce_metrics(metrics), fastrl.reduce_metrics([dict(metrics), metrics])]
+    for found in (*same, torch.load(tmp_path / "metrics.pt"), metrics.to_floats()):
+        assert "kl" not in found
+        assert len(found) == len(list(found)) == 11
+    with pytest.raises(KeyError, match="kl"):
+        metrics["kl"]
+    with_kl = of_reference(given=True, kl_coef=0.0).metrics
+    assert list(with_kl)[:2] == ["policy_loss", "kl"]
+    with pytest.raises(ValueError, match="all or none must have kl, from a teacher or a reference"):
+        fastrl.reduce_metrics([metrics, with_kl])
+
+
+def test_a_reference_needs_a_coefficient():
+    """One of 0 computes the metric alone."""
+    with pytest.raises(ValueError, match=r"ref_logprobs has no effect .* objective.kl_coef is set"):
+        of_reference(given=True, kl_coef=None)
+    measured, weighed = (of_reference(given=True, kl_coef=x) for x in (0.0, 0.5))
+    k3 = 2.718281828**-1
+    assert measured.metrics["kl"].item() == pytest.approx(k3)
+    assert weighed.loss.item() - measured.loss.item() == pytest.approx(0.5 * k3)
+
+
 @pytest.mark.parametrize("view", ["values", "items", "keys"])
 def test_compiled_code_iterates_over_metrics(backend, view):
     inputs = torch.zeros(1, 2), torch.ones(1), torch.ones(1, 2)

@@ -36,7 +36,11 @@ class LossInputs(NamedTuple):
     masks: TermMasks
     backend: str
 
-    # not a property: torch.compile in torch 2.10 cannot trace properties of a NamedTuple
+    # not properties: torch.compile in torch 2.10 cannot trace properties of a NamedTuple
+    def has_reference(self) -> bool:
+        """Return whether there is a KL to a reference."""
+        return self.arguments.ref_logprobs is not None or self.objective.has_exact_kl
+
     def tokenwise(self) -> bool:
         """Return whether the slope of a token depends on its own log-probability alone."""
         return self.objective.level == "token" and not self.masks.need_logprobs(self.arguments)
@@ -166,6 +170,11 @@ def loss_inputs(
         bounds,
     )
     rollout = per_token("rollout_logprobs", rollout_logprobs)
+    if ref_logprobs is not None and o.kl_coef is None and not callable(o.surrogate):
+        raise ValueError(
+            "ref_logprobs has no effect on the loss unless objective.kl_coef is set, for example "
+            "Objective.preset('grpo', kl_coef=0.04); kl_coef=0.0 computes the metric kl alone"
+        )
     masks = TermMasks(o, saveable(active), rollout, aggregations.entropy)
     return LossInputs(o, arguments, masks, backend)
 
@@ -202,4 +211,5 @@ def _constant(name: str, value: object, tokens: Tensor, cu_seqlens: Tensor | Non
     if has_sequences and result.shape == (count,):
         return result
     expected = f"{tuple(tokens.shape)}" + (f" or ({count},)" if has_sequences else "")
-    raise ValueError(f"{name} must have shape {expected}, got {tuple(result.shape)}")
+    mend = f": pass {name}.squeeze(-1)" if result.shape == (count, 1) else ""
+    raise ValueError(f"{name} must have shape {expected}, got {tuple(result.shape)}{mend}")

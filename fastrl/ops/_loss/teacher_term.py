@@ -49,7 +49,7 @@ def divergence_weights(objective: Objective, arguments: LossArguments, active: T
     """Return the factor of each divergence in the loss, `[B, T]`."""
     weights, coefficient = arguments.weights, objective.teacher_coef
     if objective.has_exact_kl:
-        coefficient = objective.kl_coef
+        coefficient = objective.kl_coef or 0.0
         weights = weights if arguments.kl_weights is None else arguments.kl_weights
     sequences = reference.sequences_of(active, arguments.cu_seqlens)
     return coefficient * torch.where(active, sequences.per_token(weights, active), 0.0)

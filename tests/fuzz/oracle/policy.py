@@ -225,7 +225,7 @@ def _metrics(
     entropy = -tokens.logprobs if tokens.entropy is None else tokens.entropy
     still = _zero(slope) & _zero(entropy_slope)
     of_tokens = {
-        "kl": zeros(r) if kl is None else kl.value,
+        **({} if kl is None else {"kl": kl.value}),
         "kl_old": expm1(ratio.own) - ratio.own,
         "entropy": entropy,
         "ratio_mean": r,
