@@ -214,7 +214,7 @@ FUSED: tuple[Support, ...] = (
         "`use_fastrl(trainer, replay_kept_tokens=True)`",
         handling="fused",
         note="log-probabilities are the sampler's, over the tokens that it kept. Without this "
-        "option they are over the whole vocabulary, as in TRL",
+        "option they are over the whole vocabulary, as in TRL, and a warning says so",
     ),
     Support(
         option="`use_vllm`, every `vllm_importance_sampling_mode`",

@@ -1,5 +1,6 @@
 """`replay_kept_tokens`: a trainer's log-probabilities are those that its sampler sampled with."""
 
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -143,6 +144,20 @@ def test_without_replay_it_scores_over_the_whole_vocabulary(kind, tiny_path, tmp
     _, new, _, counts = gaps(tiny_path, tmp_path, sampled, replay=False, kind=kind, top_p=0.7)
     assert new.mean() > 1e-2
     assert counts == []
+
+
+@pytest.mark.parametrize("sampling", [{"top_p": 0.7}, {"top_k": 5}, {"min_p": 0.1}, {}])
+def test_a_sampler_of_fewer_tokens_gives_a_warning(sampling, tiny_path, tmp_path):
+    trainer = make_trainer(tiny_path, output_dir=tmp_path, **sampling)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        use_fastrl(trainer).undo()
+        use_fastrl(trainer, replay_kept_tokens=True).undo()
+    found = [warning for warning in seen if "replay_kept_tokens=True" in str(warning.message)]
+    assert len(found) == len(sampling)
+    for warning in found:
+        assert str(warning.message).startswith("=".join(map(str, *sampling.items())))
+        assert warning.filename == __file__
 
 
 @pytest.mark.parametrize("fused", [None, False])
