@@ -19,6 +19,9 @@ INTEGERS = (
     *(torch.int64, torch.int32, torch.int16, torch.int8),
     *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
 )
+#: What rounding adds to a log-probability of 0: a logit of 20 in bfloat16 is up to 0.06 off.
+_ROUNDED_LOGPROB = 0.1
+_ENOUGH_TOKENS = 16
 #: Larger numbers make torch's operators on float32 tensors raise.
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -204,6 +207,25 @@ def saveable(value: Tensor) -> Tensor:
 def can_read(value: Tensor) -> bool:
     """Return whether checking values costs nothing: on a CPU, and not while tracing."""
     return value.device.type == "cpu" and not is_traced(value)
+
+
+def refuse_no_logprobs(name: str, values: Tensor, active: Tensor) -> None:
+    """Raise on a CPU if the values of the active tokens are none below, and some above 0.
+
+    Negative log-likelihoods and probabilities are; they would train in the wrong direction. A few
+    positive values may be rounded, or densities, and a few tokens may be positive by chance.
+    """
+    if values.numel() < _ENOUGH_TOKENS or not (can_read(values) and can_read(active)):
+        return
+    if float(values.amax()) <= _ROUNDED_LOGPROB:  # masked tokens may be anything
+        return
+    of_tokens = values[active]
+    low, high = of_tokens.aminmax() if len(of_tokens) >= _ENOUGH_TOKENS else (-1.0, 0.0)
+    if low >= 0 and high > _ROUNDED_LOGPROB:
+        raise ValueError(
+            f"{name} must be log-probabilities in nats, which are at most 0, got values from "
+            f"{float(low):.6g} to {float(high):.6g}"
+        )
 
 
 def sequence_bounds(cu_seqlens: object, tokens: int, like: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastrl.backend import Backend, resolve
-from fastrl.checks import per_token, unread_mask
+from fastrl.checks import per_token, refuse_no_logprobs, unread_mask
 from fastrl.objective import Objective, TokenLoss, as_objective
 from fastrl.objective.presets import Preset
 from fastrl.ops._autograd.known_gradient import with_gradients
@@ -163,6 +163,7 @@ def policy_loss(
     if entropy is None and chosen.top_entropy_quantile < 1:
         raise ValueError("entropy is needed when objective.top_entropy_quantile is below 1")
     padded = inputs.padded("logprobs", tokens, tokens)
+    refuse_no_logprobs("logprobs", padded.detach(), inputs.masks.active)
     padded_entropy = None if entropy is None else inputs.padded("entropy", entropy, tokens)
     return loss_of_logprobs(padded, padded_entropy, inputs, tokens.shape)
 

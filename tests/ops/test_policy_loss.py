@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fastrl
-from fastrl import Objective
+from fastrl import Objective, RolloutCorrection
 from fastrl.objective.presets import PRESETS
 from tests.ops.closeness import assert_same
 from tests.ops.entry_points import ENTRIES, outcome
@@ -31,10 +31,10 @@ def test_on_policy_needs_no_old_logprobs(backend, preset):
 
 
 def test_the_extreme_ratios_may_be_at_any_token(backend):
-    old, advantages, mask = torch.zeros(1, 35), torch.ones(1), torch.ones(1, 35)
+    old, advantages, mask = torch.full((1, 35), -1.0), torch.ones(1), torch.ones(1, 35)
     for at in range(35):
         for shift, name in ((0.5, "ratio_max"), (-0.5, "ratio_min")):
-            logprobs = old.index_fill(1, torch.tensor([at]), shift)
+            logprobs = old.index_fill(1, torch.tensor([at]), shift - 1)
             result = fastrl.policy_loss(
                 logprobs, advantages, mask, old_logprobs=old, backend=backend
             )
@@ -82,3 +82,28 @@ def test_a_long_batch_is_as_exact_as_a_short_one(backend):
     assert result.loss.item() == pytest.approx(-0.1, rel=2e-6)
     exact = -logprobs.double().mean()
     assert result.metrics["entropy"].item() == pytest.approx(float(exact), rel=2e-6)
+
+
+@pytest.mark.parametrize("name", ["logprobs", "old_logprobs", "ref_logprobs", "rollout_logprobs"])
+def test_what_is_no_log_probability_is_refused(name):
+    """Negative log-likelihoods and probabilities, of enough tokens that count."""
+    correction = RolloutCorrection() if name == "rollout_logprobs" else None
+    objective = Objective(kl_coef=0.1, rollout_correction=correction)
+    mask = torch.ones(4, 6)
+    mask[:, 5] = 0
+    given = dict.fromkeys(("logprobs", "old_logprobs", "ref_logprobs"), make_logprobs(4, 6))
+    given |= {"advantages": torch.ones(4), "mask": mask, "objective": objective}
+    given |= {"rollout_logprobs": given["logprobs"]} if correction else {}
+    usual = given["logprobs"].masked_fill(mask == 0, 7.0)
+
+    def loss(values, mask=mask):
+        return fastrl.policy_loss(**{**given, name: values, "mask": mask}).loss
+
+    for wrong in (-usual, usual.exp()):
+        with pytest.raises(ValueError, match=f"^{name} must be log-probabilities .* from 0\\."):
+            loss(wrong)
+    one_below = (-usual).index_put((torch.tensor(1), torch.tensor(2)), torch.tensor(-0.01).double())
+    few = torch.where(torch.arange(24).view(4, 6) < 17, mask, 0)  # 15 that count
+    for accepted in (usual, one_below, 0 * usual + 0.05):
+        loss(accepted)
+    loss(-usual, few)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastrl import reference
-from fastrl.checks import floating, on_device, same_shape, saveable
+from fastrl.checks import floating, on_device, refuse_no_logprobs, same_shape, saveable
 from fastrl.contract import LossArguments, ObjectiveArguments
 from fastrl.library import operators
 from fastrl.objective import Objective, TokenLoss
@@ -175,6 +175,10 @@ def loss_inputs(
             "ref_logprobs has no effect on the loss unless objective.kl_coef is set, for example "
             "Objective.preset('grpo', kl_coef=0.04); kl_coef=0.0 computes the metric kl alone"
         )
+    of_others = (arguments.old_logprobs, arguments.ref_logprobs, rollout)
+    for name, values in zip(("old", "ref", "rollout"), of_others, strict=True):
+        if values is not None:
+            refuse_no_logprobs(f"{name}_logprobs", values, active)
     masks = TermMasks(o, saveable(active), rollout, aggregations.entropy)
     return LossInputs(o, arguments, masks, backend)
 
