@@ -153,8 +153,6 @@ def group_advantages(
             size = whole("group_size", group_size, low=1)
         if r.dim() == 2 and size != max(r.shape[1], 1):
             raise ValueError(f"group_size must be {r.shape[1]} for rewards [P, G], got {size}")
-        if singleton is None and (r.shape[1] if r.dim() == 2 else size) == 1:
-            _refuse_groups_of_one(r)
         ids = None
         if isinstance(size, torch.SymInt):  # as an argument of the operator it would be specialized
             ids, size = torch.arange(r.numel(), device=r.device) // size, 0
@@ -168,6 +166,8 @@ def group_advantages(
     mine = slice(None)
     if group is not None:
         flat, valid, ids, size, mine = _of_all_ranks(flat, valid, ids, size, group)
+    if singleton is None and size == 1 and flat.numel():
+        _refuse_groups_of_one(r)
     valid = _rewarded(flat, valid, convention)
     if valid is not None:
         flat, ids, size = _left_out(flat, valid, ids, size)

@@ -105,6 +105,7 @@ def refusals(group):
         {"group_size": 3 if first else 1},
         {"group_size": 3} if first else {"group_ids": torch.zeros(3, dtype=torch.int64)},
         {"group_size": 4},
+        {"group_size": 1},
     ):
         with pytest.raises(ValueError) as refused:  # noqa: PT011
             fastrl.group_advantages(x, process_group=group, **options)
@@ -120,7 +121,8 @@ def test_all_ranks_refuse_groups_that_do_not_fit(ranks):
         assert sizes == f"{alike}group_size=3{ones}"
         assert kinds == f"{alike}group_size=3{ids}"
         message = f"group_size must divide the number of rewards of all ranks {3 * world}, got 4"
-        assert divisible == [message]
+        one = "groups must have at least 2 rewards unless singleton is given, got group_size=1"
+        assert divisible == [message, one]
 
 
 def entries(kind):
