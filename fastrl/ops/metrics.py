@@ -92,11 +92,7 @@ class LossMetrics(Mapping[str, Tensor]):
         return LossMetrics(self.vector.clone(), has_kl=self.has_kl)
 
     def to_floats(self) -> dict[str, float]:
-<<<<<<< HEAD
-        """Return the metrics as Python floats, with one transfer from the device instead of twelve.
-=======
         """Return the metrics as Python floats, by a single transfer from the device.
->>>>>>> af46fb0 (Refuse ref_logprobs without kl_coef, and leave the metric kl out without a reference)
 
         Returns:
             A dict from names to floats.
