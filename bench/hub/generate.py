@@ -32,7 +32,7 @@ BACKENDS = {"cpu": {"type": "cpu"}, "cuda": {"type": "cuda", "archs": ["8.0+PTX"
 ID = "FASTRL_HUB_ID"
 REWRITES = {
     # Ctrl-C during the imports of a command, of which the package has none
-    r"^from fastrl import interrupt .*\n": "",
+    r"^from fastrl import command_start .*\n": "",
     r"^NAMESPACES = .*$": f'NAMESPACES = {{"triton": "{ID}"}}',
     r"\btorch\.ops\.fastrl\.": f"torch.ops.{ID}.",
     r'"fastrl(?=::|\.)': f'"{ID}',
