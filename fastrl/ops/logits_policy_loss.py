@@ -187,6 +187,7 @@ def logits_policy_loss(
         with_entropy=True,
         kept=sets,
         inplace_backward=inplace,
+        save_probs=True,
         teacher=with_operand_dtype(of_teacher, row_backend),
     )
     compared = Compared(*others[-3:]) if of_teacher.given() else None

@@ -16,6 +16,7 @@ from fastrl.library import called, operators
 from fastrl.ops._autograd.first_derivative import first_derivative_only
 from fastrl.ops._kept.logits import kept_token_stats
 from fastrl.ops._kept.rows import EVERYTHING, KeptArguments, check_kept
+from fastrl.ops._reference_stats import reference_stats
 from fastrl.ops._row_stats import TokenStats as TokenStats
 from fastrl.ops._row_stats import (
     checked_outputs,
@@ -228,8 +229,12 @@ def stats_of_rows(
     with_sum_sq_probs: bool = False,
     inplace_backward: bool = False,
     teacher: TeacherArguments = NOBODY,
+    save_probs: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Return the fields of `TokenStats`, `[B, T]` and differentiable; a teacher's come last."""
+    """Return the fields of `TokenStats`, `[B, T]` and differentiable; a teacher's come last.
+
+    `save_probs` is for the reference backend: see `reference_stats`.
+    """
     if teacher.given():
         vocabulary = sum(parts.sizes) if parts.split() else logits.shape[-1]
         rows = rows._replace(mask=active_rows(rows, vocabulary))
@@ -262,14 +267,12 @@ def stats_of_rows(
             inplace_backward=inplace_backward,
         )
     if backend == "reference":
-        active = active_rows(rows, logits.shape[-1])
-        return reference.token_stats(
+        return reference_stats(
             logits,
-            rows.token_ids,
-            active,
-            temperature=rows.temperature if rows.temperatures is None else rows.temperatures,
-            logit_scale=rows.logit_scale,
-            logit_softcap=rows.logit_softcap or None,
+            rows._replace(mask=active_rows(rows, logits.shape[-1])),
+            with_entropy=with_entropy,
+            with_sum_sq_probs=with_sum_sq_probs,
+            save_probs=save_probs,
         )
     refuse_transforms(f"token_stats on the {backend} backend")
     return cast(

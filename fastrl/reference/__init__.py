@@ -16,12 +16,14 @@ from fastrl.reference.sequences import sequences_of as sequences_of
 from fastrl.reference.token_masks import off_policy as off_policy
 from fastrl.reference.token_masks import outside_trust_region as outside_trust_region
 from fastrl.reference.token_masks import top_entropy as top_entropy
+from fastrl.reference.token_stats import squash_slope as squash_slope
+from fastrl.reference.token_stats import squashed as squashed
+from fastrl.reference.token_stats import token_gradient as token_gradient
 from fastrl.reference.token_stats import token_stats as token_stats
 from fastrl.reference.token_weights import local_count as local_count
 from fastrl.reference.token_weights import sequence_weights as sequence_weights
 from fastrl.reference.token_weights import token_weights as token_weights
 from fastrl.reference.value_loss import value_loss as value_loss
 from fastrl.reference.vocabulary_parts import PartStats as PartStats
-from fastrl.reference.vocabulary_parts import part_gradient as part_gradient
 from fastrl.reference.vocabulary_parts import part_stats as part_stats
 from fastrl.reference.vocabulary_parts import whole_stats as whole_stats

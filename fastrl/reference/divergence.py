@@ -19,9 +19,15 @@ import torch
 from torch import Tensor
 
 from fastrl.contract import RowArguments, RowStats
-from fastrl.reference.inner_graph import inner_graph
-from fastrl.reference.token_stats import shifted_logits, squashed
-from fastrl.reference.vocabulary_parts import part_slope
+from fastrl.reference.token_stats import (
+    Slopes,
+    gain_of,
+    raw_gain_of,
+    shifted,
+    squash_slope,
+    squashed,
+    token_gradient,
+)
 
 #: A log q/p of this, as a logit of finfo.min makes it in one of the rows, is infinite.
 EXCLUDED = 2.0**50 * log(2)
@@ -121,40 +127,32 @@ def divergence_gradient(
     beta: float,
     slope_mean: Tensor,
     grad_divergence: Tensor,
-    slopes: tuple[Tensor | None, Tensor | None, Tensor | None],
+    slopes: Slopes,
 ) -> Tensor:
-    """Return dL/dlogits from dL/ddivergence and the slopes that `part_gradient` takes."""
-    with inner_graph():
-        leaf = logits.detach().clone().requires_grad_()
-        shifted = _shifted(leaf, active, rows, stats)
-        with torch.no_grad():
-            log_q = shifted - stats.log_sum[..., None]
-            log_p = _logprobs(teacher_logits, active, teacher, teacher_stats)
-            d = divergence_terms(log_q, log_p, beta).slope
-            slope = d - _product(log_q.exp(), slope_mean[..., None].expand_as(log_q))
-            slope = torch.where(grad_divergence == 0, 0.0, grad_divergence)[..., None] * slope
-            slope = torch.where(grad_divergence[..., None] == 0, 0.0, slope)
-            slope = slope + part_slope(log_q, rows.token_ids, stats.entropy, slopes)
-            slope = torch.where(active[..., None], slope, 0.0)
-        (gradient,) = torch.autograd.grad(shifted, leaf, slope)
-    return gradient
-
-
-def _shifted(logits: Tensor, active: Tensor, rows: RowArguments, stats: RowStats) -> Tensor:
-    x = torch.where(active[..., None], logits, 0.0).to(stats.log_sum.dtype)
-    temperature: float | Tensor = rows.temperature
-    if rows.temperatures is not None:
-        temperature = torch.where(active, rows.temperatures, 1.0)
-    softcap = rows.logit_softcap or None
-    return shifted_logits(x, temperature, rows.logit_scale, softcap, stats.row_max)[0]
+    """Return dL/dlogits from dL/ddivergence and the slopes that `token_gradient` takes."""
+    log_q = _logprobs(logits, active, rows, stats)
+    log_p = _logprobs(teacher_logits, active, teacher, teacher_stats)
+    d = divergence_terms(log_q, log_p, beta).slope
+    slope = d - _product(log_q.exp(), slope_mean[..., None].expand_as(log_q))
+    factor = raw_gain_of(rows, active)
+    factor = factor[..., None] if isinstance(factor, Tensor) else factor
+    slope = grad_divergence[..., None] * slope * factor
+    if rows.logit_softcap:
+        slope = slope * squash_slope(logits, rows)
+    without = (grad_divergence == 0) | ~active
+    slope = slope.masked_fill(without[..., None] | (logits == float("-inf")), 0.0)
+    return slope + token_gradient(logits, rows, active, stats, slopes, is_part=True)
 
 
 def _logprobs(logits: Tensor, active: Tensor, rows: RowArguments, stats: RowStats) -> Tensor:
-    return _shifted(logits, active, rows, stats) - stats.log_sum[..., None]
+    x = torch.where(active[..., None], logits, 0.0).to(stats.log_sum.dtype)
+    top, gain = squashed(stats.row_max, rows), gain_of(rows, active)
+    top = top.masked_fill(top == float("-inf"), 0.0)  # all logits are -inf
+    gain = gain[..., None] if isinstance(gain, Tensor) else gain
+    return shifted(squashed(x, rows), top[..., None], gain) - stats.log_sum[..., None]
 
 
 def _is_largest(logits: Tensor, rows: RowArguments, row_max: Tensor) -> Tensor:
     """Return which columns have the largest value under the softcap."""
-    softcap = rows.logit_softcap or None
-    values = (squashed(x, rows.logit_scale, softcap) for x in (logits, row_max[..., None]))
+    values = (squashed(x, rows) for x in (logits, row_max[..., None]))
     return torch.eq(*(x.to(row_max.dtype) for x in values))

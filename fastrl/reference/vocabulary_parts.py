@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fastrl.contract import RowArguments, RowStats
-from fastrl.reference.inner_graph import inner_graph
-from fastrl.reference.token_stats import log_sum_exp, shifted_logits, squashed
+from fastrl.reference.row_blocks import unless_all
+from fastrl.reference.token_stats import gain_of, row_sums, squashed, token_logits
 
 
 class PartStats(NamedTuple):
@@ -30,21 +30,19 @@ def part_stats(logits: Tensor, active: Tensor, own: Tensor, rows: RowArguments) 
 
     A row with only -inf adds nothing to the whole row.
     """
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    x = torch.where(active[..., None], logits, 0.0).to(dtype)
-    shifted, _ = shifted_logits(
-        x, _temperature(rows, active), rows.logit_scale, rows.logit_softcap or None
+    sums = row_sums(logits, rows, unless_all(active), with_entropy=True, with_sum_sq_probs=True)
+    token, _ = token_logits(logits, rows)
+    log_sum = sums.log_sum_exp()
+    absent = ~active | (sums.row_max == float("-inf"))
+    log_sum, entropy, sum_sq_probs = (
+        x.masked_fill(absent, 0.0) for x in (log_sum, log_sum - sums.mean, sums.sum_sq_probs)
     )
-    row_max = x.amax(-1)
-    log_sum = torch.where(row_max == float("-inf"), 0.0, log_sum_exp(shifted)[..., 0])
-    probs = (shifted - log_sum[..., None]).exp()
-    token_logit = x.gather(-1, torch.where(own, rows.token_ids, 0)[..., None])[..., 0]
     return PartStats(
-        row_max=row_max,
+        row_max=sums.row_max.masked_fill(~active, 0.0),
         log_sum=log_sum,
-        entropy=log_sum - (probs * torch.where(probs == 0, 0.0, shifted)).sum(-1),
-        sum_sq_probs=probs.square().sum(-1),
-        token_logit=torch.where(own & active, token_logit, 0.0),
+        entropy=entropy,
+        sum_sq_probs=sum_sq_probs,
+        token_logit=token.masked_fill(~(own & active), 0.0),
     )
 
 
@@ -75,7 +73,7 @@ def whole_stats(parts: PartStats, rows: RowArguments, active: Tensor, known: Ten
     entropy = (log_sum - (shares * means).sum(0)).clamp(min=0.0)
     token = parts.token_logit.sum(0)
     logprobs = torch.where(known, _scaled(token, rows, active) - top - log_sum, float("nan"))
-    tops = (_squashed(logit.to(dtype), rows) for logit in (token, row_max))
+    tops = (squashed(logit.to(dtype), rows) for logit in (token, row_max))
     stats = RowStats(
         logprobs=logprobs,
         entropy=entropy,
@@ -91,67 +89,6 @@ def whole_stats(parts: PartStats, rows: RowArguments, active: Tensor, known: Ten
     )
 
 
-def part_gradient(
-    logits: Tensor,
-    token_ids: Tensor,
-    active: Tensor,
-    stats: RowStats,
-    slopes: tuple[Tensor | None, Tensor | None, Tensor | None],
-    rows: RowArguments,
-) -> Tensor:
-    """Return dL/dlogits of a part, from the statistics of whole rows.
-
-    `token_ids` are columns of this part; `slopes` are dL/dlogprob (0 where the token belongs to
-    another part), dL/dentropy and dL/dlogsumexp + dL/dlogprob of the other parts' tokens.
-    """
-    dtype = stats.log_sum.dtype
-    with inner_graph():
-        leaf = logits.detach().clone().requires_grad_()
-        x = torch.where(active[..., None], leaf, 0.0).to(dtype)
-        shifted, _ = shifted_logits(
-            x,
-            _temperature(rows, active),
-            rows.logit_scale,
-            rows.logit_softcap or None,
-            stats.row_max,
-        )
-        with torch.no_grad():
-            logprobs = shifted - stats.log_sum[..., None]
-            slope = part_slope(logprobs, token_ids, stats.entropy, slopes)
-            slope = torch.where(active[..., None], slope, 0.0)
-        (gradient,) = torch.autograd.grad(shifted, leaf, slope)
-    return gradient
-
-
-def part_slope(
-    logprobs: Tensor,
-    token_ids: Tensor,
-    entropy: Tensor,
-    slopes: tuple[Tensor | None, Tensor | None, Tensor | None],
-) -> Tensor:
-    """Return dL/dz of log-probabilities `[..., V]`; for the slopes see `part_gradient`."""
-    probs = logprobs.exp()
-    finite = torch.where(probs == 0, 0.0, logprobs)
-    of_logprob, of_entropy, of_logsumexp = (
-        torch.zeros_like(probs[..., :1]) if slope is None else slope[..., None] for slope in slopes
-    )
-    columns = torch.arange(probs.shape[-1], device=probs.device)
-    own = (columns == token_ids[..., None]) & (of_logprob != 0)
-    slope = torch.where(own, -logprobs.expm1(), -probs) * of_logprob
-    return slope + of_logsumexp * probs - of_entropy * probs * (finite + entropy[..., None])
-
-
-def _squashed(logits: Tensor, rows: RowArguments) -> Tensor:
-    return squashed(logits, rows.logit_scale, rows.logit_softcap or None)
-
-
 def _scaled(logits: Tensor, rows: RowArguments, active: Tensor) -> Tensor:
     """Return z of logits `[..., rows]`."""
-    factor = 1.0 if rows.logit_softcap else rows.logit_scale
-    return _squashed(logits, rows) * factor / _temperature(rows, active)
-
-
-def _temperature(rows: RowArguments, active: Tensor) -> float | Tensor:
-    if rows.temperatures is None:
-        return rows.temperature
-    return torch.where(active, rows.temperatures, 1.0)
+    return squashed(logits, rows) * gain_of(rows, active)

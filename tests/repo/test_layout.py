@@ -27,7 +27,7 @@ ALLOWED = {
     "core": (f"triton {CORE}", "torch"),
     "objective": ("objective checks contract", "torch"),
     "triton": (f"triton {CORE}", "torch triton numpy"),
-    "reference": ("reference objective contract", "torch"),
+    "reference": ("reference objective contract tracing", "torch"),
     "ops": (f"ops reference {CORE}", "torch"),
     "integrations": (
         "* ops integrations backend contract objective",

@@ -196,9 +196,9 @@ def chunks(start: int, count: int, size: int, *, on_gpu: bool) -> Iterator[slice
 def chunk_stats(logits: Tensor, rows: RowArguments, backend: str) -> RowStats:
     """Return the statistics of a chunk's rows of whole logits `[C, V]`, `[C]` each."""
     if backend == "reference":
-        stats = reference_stats(logits, rows)
-        unused = torch.zeros_like(logits[:, 0])
-        return RowStats(*stats, row_max=unused, log_sum=unused)  # type: ignore[misc]
+        batch = as_batch(rows)
+        outputs = reference.token_stats(logits[None], batch, _active(batch))
+        return RowStats._make(output[0] for output in outputs)
     forward = operators(backend).token_stats_fwd
     outputs = called(forward, logits[None], *as_batch(rows), True, True)
     return RowStats._make(output[0] for output in outputs)
@@ -227,13 +227,11 @@ def write_chunk_gradient(
         write_part_gradient(logits[None], batch, whole, slopes, backend, narrow=narrow)
         return
     if backend == "reference":
-        with reference.inner_graph():
-            leaf = logits.detach().clone().requires_grad_()
-            outputs = zip(reference_stats(leaf, rows)[:3], grads, strict=True)
-            used = [(output, grad) for output, grad in outputs if grad is not None]
-            outputs_used, upstream = zip(*used, strict=True)
-            (gradient,) = torch.autograd.grad(outputs_used, leaf, upstream)
-        logits.copy_(gradient)
+        batch, whole = as_batch(rows), RowStats._make(stat[None] for stat in stats)
+        slopes = tuple(None if grad is None else grad[None] for grad in grads)
+        reference.token_gradient(
+            logits[None], batch, _active(batch), whole, slopes, overwrite=True
+        )
         return
     operators(backend).token_stats_bwd_(
         logits[None],
@@ -246,17 +244,9 @@ def write_chunk_gradient(
     )
 
 
-def reference_stats(logits: Tensor, rows: RowArguments) -> tuple[Tensor, ...]:
-    """Return the fields of `TokenStats` from the reference backend."""
+def _active(rows: RowArguments) -> Tensor:
     active = rows.token_ids != rows.ignore_index
-    return reference.token_stats(
-        logits,
-        rows.token_ids,
-        active if rows.mask is None else active & rows.mask,
-        temperature=rows.temperature if rows.temperatures is None else rows.temperatures,
-        logit_scale=rows.logit_scale,
-        logit_softcap=rows.logit_softcap or None,
-    )
+    return active if rows.mask is None else active & rows.mask
 
 
 def gradient_of(logits: Tensor, *, narrow: bool) -> Tensor:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastrl import reference
 from fastrl.contract import RowArguments, RowStats, TeacherScaling
 from fastrl.ops._linear.chunks import (
     as_batch,
@@ -27,7 +28,6 @@ from fastrl.ops._teacher.arguments import TeacherArguments
 from fastrl.ops._teacher.rows import Pair, TeacherStats, pair_of
 from fastrl.ops._vocabulary_parts.parts import WHOLE, VocabularyParts
 from fastrl.ops._vocabulary_parts.statistics import PartRows, combined, part_stats
-from fastrl.reference.token_stats import squashed
 
 _AS_THEY_ARE = TeacherScaling(None, 1.0, 1.0, 0.0)
 
@@ -224,7 +224,7 @@ class TopKRows:
     def _scaled(self, logits: Tensor) -> Tensor:
         real = torch.float64 if logits.dtype == torch.float64 else torch.float32
         rows = self._rows
-        z = squashed(logits.to(real), rows.logit_scale, rows.logit_softcap or None)
+        z = reference.squashed(logits.to(real), rows)
         return z * (1.0 if rows.logit_softcap else rows.logit_scale) / self._temperature()
 
     def _derivative(self) -> Tensor | float:
@@ -233,8 +233,7 @@ class TopKRows:
         if not rows.logit_softcap:
             return raw_gain
         x = self._events.logits.to(self._events.exponents.dtype)
-        decay = (-2 * (x * (rows.logit_scale / rows.logit_softcap)).abs()).exp()
-        return raw_gain * 4 * decay / (1 + decay).square()
+        return raw_gain * reference.squash_slope(x, rows)
 
     def _leave_out_tokens(self) -> None:
         """Exclude the K tokens from the rows."""

@@ -142,7 +142,8 @@ def _part_gradient(
 ) -> Tensor:
     slopes = part.slopes(grads)
     if backend == "reference":
-        ids, active = part.rows.token_ids, part.active()
-        return reference.part_gradient(logits, ids, active, stats, slopes, part.rows)
+        return reference.token_gradient(
+            logits, part.rows, part.active(), stats, slopes, is_part=True
+        )
     arguments = gradient_arguments(part, stats, slopes)
     return cast("Tensor", operators(backend).token_stats_bwd(logits, *arguments))

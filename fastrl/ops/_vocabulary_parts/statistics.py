@@ -130,10 +130,8 @@ def write_part_gradient(
     """
     of_part = part.slopes(slopes)
     if backend == "reference":
-        logits.copy_(
-            reference.part_gradient(
-                logits, part.rows.token_ids, part.active(), stats, of_part, part.rows
-            )
+        reference.token_gradient(
+            logits, part.rows, part.active(), stats, of_part, is_part=True, overwrite=True
         )
         return
     operators(backend).token_stats_bwd_(logits, *gradient_arguments(part, stats, of_part), narrow)
