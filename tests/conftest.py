@@ -8,6 +8,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from fastrl import native
+from fastrl.reference import row_blocks
 
 # Else MKL's products may depend on the alignment of memory, and two equal runs differ, as on an AMD
 # EPYC. MKL reads this when it first computes.
@@ -72,6 +73,8 @@ def backend(request, monkeypatch):
     need_extension(request.param)
     if request.param == "triton":
         small_blocks()
+    if request.param == "reference":
+        monkeypatch.setattr(row_blocks, "_CPU_BYTES", 2**9)  # several blocks in a test
     if request.param in OF_GPUS:
         from tests.ptx import backends
 

@@ -29,8 +29,8 @@ def reference_stats(
     them; otherwise it computes them again.
     """
     scalars = rows._replace(token_ids=None, mask=None, temperatures=None)  # type: ignore[arg-type]
-    inputs = (logits, rows.token_ids, rows.mask, rows.temperatures, scalars)
-    inputs = (*inputs, with_entropy, with_sum_sq_probs)
+    tensors = (logits, rows.token_ids, rows.mask, rows.temperatures)
+    inputs = (*tensors, scalars, with_entropy, with_sum_sq_probs)
     if is_transformed() or forward_ad._current_level >= 0:
         stats = _Transformable.apply(*inputs)  # type: ignore[no-untyped-call]
     else:
@@ -41,13 +41,11 @@ def reference_stats(
 
 class _ReferenceStats(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        *inputs, save_probs = inputs
-        logits = inputs[0]
-        probs = None
+    def forward(ctx: Any, logits: Tensor, *others: Any) -> tuple[Tensor, ...]:
+        inputs, save_probs, probs = (logits, *others[:-1]), others[-1], None
         if save_probs:
             probs = logits.new_empty(logits.shape, dtype=arithmetic_dtype(logits, logits))
-        output = _stats(*inputs, probs)
+        output = _stats(probs, *inputs)
         _save(ctx, inputs, output, probs)
         return output
 
@@ -57,13 +55,13 @@ class _ReferenceStats(torch.autograd.Function):
 
 
 class _Transformable(torch.autograd.Function):
-    """The same with `setup_context`, which torch.func needs, and which takes a small call longer."""
+    """The same with `setup_context`: torch.func needs it, but a small call takes longer."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(*inputs: Any) -> tuple[Tensor, ...]:
-        return _stats(*inputs, None)
+        return _stats(None, *inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -79,6 +77,7 @@ class _Transformable(torch.autograd.Function):
 
 
 def _stats(
+    probs: Tensor | None,
     logits: Tensor,
     token_ids: Tensor,
     active: Tensor,
@@ -86,7 +85,6 @@ def _stats(
     scalars: RowArguments,
     with_entropy: bool,
     with_sum_sq_probs: bool,
-    probs: Tensor | None,
 ) -> tuple[Tensor, ...]:
     stats = reference.token_stats(
         logits,

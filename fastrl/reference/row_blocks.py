@@ -25,7 +25,7 @@ class Block(NamedTuple):
     for all blocks; None lets torch allocate it.
     """
 
-    index: Index
+    place: Index
     logits: Tensor | None
     memory: Memory
 
@@ -54,13 +54,13 @@ def unless_all(active: Tensor) -> Tensor | None:
 
 
 def blocks(logits: Tensor, active: Tensor | None) -> Iterator[Block]:
-    """Yield the blocks of logits `[B, T, V]`; the index of a single one is `EVERYTHING`."""
+    """Yield the blocks of logits `[B, T, V]`; the place of a single one is `EVERYTHING`."""
     dtype = arithmetic_dtype(logits)
     B, T, V = logits.shape
     rows = B * T if is_recorded(logits) else _rows_of_block(logits, dtype)
     if rows >= B * T:
         x = logits.to(dtype)
-        yield Block(EVERYTHING, _without_inactive(x, active), (None, None))
+        yield Block(EVERYTHING, without_inactive(x, active), (None, None))
         return
     tokens = min(rows, T)
     sequences = rows // tokens
@@ -71,7 +71,7 @@ def blocks(logits: Tensor, active: Tensor | None) -> Iterator[Block]:
             x = logits[index].to(dtype)
             first, second = (whole[: x.numel()].view(x.shape) for whole in memory)
             chosen = None if active is None else active[index]
-            yield Block(index, _without_inactive(x, chosen), (first, second))
+            yield Block(index, without_inactive(x, chosen), (first, second))
 
 
 def _rows_of_block(logits: Tensor, dtype: torch.dtype) -> int:
@@ -80,7 +80,7 @@ def _rows_of_block(logits: Tensor, dtype: torch.dtype) -> int:
     return max(1, size // (logits.shape[-1] * dtype.itemsize))
 
 
-def _without_inactive(logits: Tensor, active: Tensor | None) -> Tensor | None:
+def without_inactive(logits: Tensor, active: Tensor | None) -> Tensor | None:
     """Replace inactive rows by 0; return None if there are no others."""
     if active is None:
         return logits

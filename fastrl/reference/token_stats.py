@@ -12,6 +12,7 @@ precision. A logit of -inf excludes its token: it remains -inf under a softcap a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,9 +27,10 @@ from fastrl.reference.row_blocks import (
     blocks,
     readable,
     unless_all,
+    without_inactive,
 )
 
-Slopes = tuple[Tensor | None, Tensor | None, Tensor | None]
+Slopes = Sequence[Tensor | None]
 
 #: Replaces t = -inf in p t, because 0 times infinity is NaN. Its exp is 0, also in float64.
 _LOWEST = -800.0
@@ -112,7 +114,7 @@ def row_sums(
             sums = _sums(x, rows, of_block, memory, with_entropy, with_sum_sq_probs)
             if index is EVERYTHING:
                 return sums
-            result[(slice(None), *index)] = torch.stack(sums)
+            result[:, index[0], index[1]] = torch.stack(sums)
     return RowSums._make(result)
 
 
@@ -181,7 +183,7 @@ def token_gradient(
     row_max, log_sum, entropy = stats.row_max, stats.log_sum, stats.entropy
     if some is not None:
         row_max, log_sum, entropy = (x.masked_fill(~some, 0) for x in (row_max, log_sum, entropy))
-        slopes = tuple(None if x is None else x.masked_fill(~some, 0) for x in slopes)
+        slopes = [None if x is None else x.masked_fill(~some, 0) for x in slopes]
     of_logprob, of_entropy, of_logsumexp = slopes
     token, unknown = token_logits(logits, rows)
     top, gain = squashed(row_max, rows), gain_of(rows, some)
@@ -220,7 +222,9 @@ def token_gradient(
             continue
         if target is not None and place.dtype == x.dtype and not overwrite:
             target = place
-        p = None if probs is None else probs[index]
+        p = None
+        if probs is not None:
+            p = probs[index] if some is None else without_inactive(probs[index], some[index])
         found = _gradient(x, rows, row.at(index), (target, other), p)
         if index is EVERYTHING and not overwrite:
             return found.to(logits.dtype)
@@ -245,9 +249,7 @@ class _RowSlopes(NamedTuple):
 
     def at(self, index: Index) -> _RowSlopes:
         """Return the values of a block."""
-        return _RowSlopes._make(
-            x[index][..., None] if isinstance(x, Tensor) else x for x in self
-        )
+        return _RowSlopes._make(x[index][..., None] if isinstance(x, Tensor) else x for x in self)
 
 
 def _gradient(
@@ -259,8 +261,9 @@ def _gradient(
         t = shifted(u, row.top, row.gain, other)
     if p is None and row.log_sum is None:
         p = torch.softmax(t, -1, out=target)
-    elif p is None:
+    elif row.log_sum is not None:
         p = torch.sub(t, row.log_sum, out=target).exp_()
+    assert p is not None
     weight = row.of_p
     if row.of_p_t is not None:
         t = torch.clamp(t, min=_LOWEST, out=other)

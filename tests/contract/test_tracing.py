@@ -156,7 +156,7 @@ def default(backend):
 def test_transforms_of_torch_func_are_refused(name, transform, default):
     """A vmap would silently lose the gradient, a jvp the tangent."""
     if (name, default) == (KERNELS[0], "reference"):
-        pytest.skip("its gradient is made of torch's operators")
+        pytest.skip("torch.func may transform it")
     entry, x, inputs = drawn(name)
     message = "cannot be transformed .* no rule for a gradient that a function computes itself"
     with pytest.raises(RuntimeError, match=message):
@@ -180,17 +180,57 @@ def test_transforms_are_refused_in_compiled_code_too(name, whole):
         slope(x)
 
 
-def test_statistics_of_the_reference_support_transforms():
-    x, ids = torch.randn(2, 3, 11), torch.randint(11, (2, 3))
+OF_SUM = {
+    "grad": torch.func.grad,
+    "vmap of grad": lambda f: lambda x: torch.vmap(torch.func.grad(f))(torch.stack([x, 2 * x])),
+    "jvp": lambda f: lambda x: torch.func.jvp(f, (x,), (x.cos(),))[1],
+    "hessian": torch.func.hessian,
+    "grad of grad": lambda f: torch.func.jacrev(torch.func.grad(f)),
+    "compiled grad": lambda f: torch.compile(torch.func.grad(f), backend="aot_eager"),
+}
 
-    def logprobs(x):
-        return fastrl.token_logprobs(x, ids, backend="reference")
 
-    leaf = x.clone().requires_grad_()
-    logprobs(leaf).sum().backward()
-    torch.testing.assert_close(torch.func.grad(lambda x: logprobs(x).sum())(x), leaf.grad)
-    both = torch.vmap(logprobs)(torch.stack([x, 2 * x]))
-    torch.testing.assert_close(both, torch.stack([logprobs(x), logprobs(2 * x)]))
+@pytest.mark.parametrize("transform", OF_SUM)
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_statistics_of_the_reference_support_transforms(transform, softcap):
+    x, ids = torch.randn(2, 3, 11, dtype=torch.float64), torch.randint(11, (2, 3))
+    weights = torch.randn(3, 2, 3, dtype=torch.float64)
+    temperature = torch.rand(2, 3) + 0.5
+
+    def ours(x):
+        stats = fastrl.token_stats(
+            x,
+            ids,
+            outputs=("logprobs", "entropy", "logsumexp"),
+            temperature=temperature,
+            logit_softcap=softcap,
+            backend="reference",
+        )
+        return (torch.stack(stats[:3]) * weights).sum()
+
+    def torchs(x):
+        z = (x if softcap is None else softcap * (x / softcap).tanh()) / temperature[..., None]
+        logs = z.log_softmax(-1)
+        token, entropy = logs.gather(-1, ids[..., None])[..., 0], -(logs.exp() * logs).sum(-1)
+        return (torch.stack([token, entropy, z.logsumexp(-1)]) * weights).sum()
+
+    torch._dynamo.reset()
+    came, wanted = (OF_SUM[transform](f)(x) for f in (ours, torchs))
+    torch.testing.assert_close(came, wanted, rtol=1e-6, atol=1e-6)
+    both = torch.vmap(ours)(torch.stack([x, 2 * x]))
+    torch.testing.assert_close(both, torch.stack([ours(x), ours(2 * x)]))
+
+
+def test_second_derivatives_of_the_reference():
+    ids = torch.randint(7, (2, 3))
+
+    def stats(x):
+        outputs = ("logprobs", "entropy", "logsumexp")
+        return fastrl.token_stats(x, ids, outputs=outputs, backend="reference")[:3]
+
+    x = torch.randn(2, 3, 7, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(stats, x, check_fwd_over_rev=True)
+    assert torch.autograd.gradcheck(stats, x, check_forward_ad=True)
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)

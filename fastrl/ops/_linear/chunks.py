@@ -227,11 +227,9 @@ def write_chunk_gradient(
         write_part_gradient(logits[None], batch, whole, slopes, backend, narrow=narrow)
         return
     if backend == "reference":
-        batch, whole = as_batch(rows), RowStats._make(stat[None] for stat in stats)
-        slopes = tuple(None if grad is None else grad[None] for grad in grads)
-        reference.token_gradient(
-            logits[None], batch, _active(batch), whole, slopes, overwrite=True
-        )
+        chunk, whole = as_batch(rows), RowStats._make(stat[None] for stat in stats)
+        slopes = [None if grad is None else grad[None] for grad in grads]
+        reference.token_gradient(logits[None], chunk, _active(chunk), whole, slopes, overwrite=True)
         return
     operators(backend).token_stats_bwd_(
         logits[None],
