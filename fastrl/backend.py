@@ -34,7 +34,7 @@ _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class MissingBackendWarning(UserWarning):
     """A warning that plain PyTorch runs a call because a compiled backend is not installed.
 
-        The results are the same, but take more time and memory: on a CPU, about as much time as the
+    The results are the same, but take more time and memory: on a CPU, about as much time as the
     formulas in PyTorch without fastrl. The warning comes once per process, at the first call with
     `backend="auto"` that a missing backend would have run. It names the missing backends and says
     how to get them. `set_backend("reference")` silences it.
