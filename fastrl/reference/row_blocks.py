@@ -11,7 +11,7 @@ from torch import Tensor
 from fastrl.tracing import is_traced
 
 #: Bytes of a block: of what one thread of a CPU works on, and on any other device.
-_CPU_BYTES, _OTHER_BYTES = 2**21, 2**26
+_CPU_BYTES, _OTHER_BYTES = 2**22, 2**26
 
 Index = tuple[slice, slice]
 Memory = tuple[Tensor | None, Tensor | None]
