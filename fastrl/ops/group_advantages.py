@@ -98,7 +98,7 @@ def group_advantages(
         correction: the number subtracted from n in the variance, see `torch.std`; None means 1.
         eps: added to the divisor; None means the value of the convention.
         singleton: the advantage in a group of one: `zero`, or the reward itself (`raw`); None
-            means the value of the convention.
+            means the value of the convention, and refuses rewards of which each is a group.
         convention: the trainer whose `eps` and `singleton` are the defaults: `fastrl` and `trl`
             1e-4, zero; `verl` 1e-6, raw; `openrlhf` 1e-9, zero.
         process_group: the ranks that share the batch, each with any number of rewards, even none;

@@ -88,7 +88,7 @@ def logits_policy_loss(
         old_logprobs: log-probabilities under the old policy, the denominator of the ratio, in the
             shape of `mask`; None means on policy, with ratio 1.
         ref_logprobs: log-probabilities under the reference policy, in the shape of `mask`; needed
-            if `kl_coef > 0`.
+            if `kl_coef > 0`, and refused if it is None.
         rollout_logprobs: log-probabilities from the engine that sampled the tokens, in the shape of
             `mask`; for `rollout_correction` and `off_policy_threshold`.
         policy_weights: constant factors in the policy term alone, such as importance weights or

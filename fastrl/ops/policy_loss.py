@@ -32,12 +32,11 @@ class PolicyLoss(NamedTuple):
         loss: scalar, differentiable.
         metrics: 0-d tensors on the device, without gradient: `policy_loss` (without KL and
             entropy), `kl` to the reference policy (absent without one) and `kl_old` to the old
-            policy (k3, in nats),
-            `entropy` (in nats, exact if known, else the sample estimate -log p), `ratio_mean`,
-            `ratio_max`, `ratio_min`, `clip_low`, `clip_high`, `clip_fraction` (the fraction of
-            active tokens where the lower, the upper or either bound is active), `active_tokens`,
-            `zero_grad_fraction` (the fraction of active tokens without gradient from any term).
-            With a teacher, also the means of `divergence`, `teacher_entropy` and
+            policy (k3, in nats), `entropy` (in nats, exact if known, else the sample estimate -log
+            p), `ratio_mean`, `ratio_max`, `ratio_min`, `clip_low`, `clip_high`, `clip_fraction`
+            (the fraction of active tokens where the lower, the upper or either bound is active),
+            `active_tokens`, `zero_grad_fraction` (the fraction of active tokens without gradient
+            from any term). With a teacher, also the means of `divergence`, `teacher_entropy` and
             `teacher_agreement` (the same token is the most probable in both); with an exact KL,
             `kl` is its mean.
         logprobs: the log-probabilities of the tokens in nats, detached, `[B, T]` or `[N]`.
@@ -98,7 +97,7 @@ def policy_loss(
         old_logprobs: log-probabilities under the old policy, the denominator of the ratio, in the
             shape of `mask`; None means on policy, with ratio 1.
         ref_logprobs: log-probabilities under the reference policy, in the shape of `mask`; needed
-            if `kl_coef > 0`.
+            if `kl_coef > 0`, and refused if it is None.
         rollout_logprobs: log-probabilities from the engine that sampled the tokens, in the shape of
             `mask`; for `rollout_correction` and `off_policy_threshold`.
         entropy: the entropy at each token in nats, the shape of `logprobs`; needed if

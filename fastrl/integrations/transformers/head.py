@@ -56,6 +56,7 @@ def lm_head(model: nn.Module) -> LmHead:
 
     Args:
         model: a `transformers` causal language model, or a wrapper around one (PEFT, DDP, ...).
+            A loss under DDP belongs inside the forward: see `inside_forward`.
 
     Returns:
         The head, which shares its tensors with the model.
