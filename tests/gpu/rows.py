@@ -5,7 +5,7 @@ from math import nan
 
 import torch
 
-from fastrl import Objective, TokenStats, reference
+from fastrl import Objective, TokenStats
 from fastrl.contract import (
     KL_ESTIMATORS,
     KL_GRADIENTS,
@@ -15,6 +15,7 @@ from fastrl.contract import (
     RowStats,
 )
 from fastrl.library import operators
+from fastrl.ops._reference_stats import reference_stats
 from tests.ops.inputs import make_logits
 from tests.ptx.cuda_operators import device
 
@@ -72,10 +73,10 @@ def saved(stats):
     return stats.row_max, stats.log_sum, stats.entropy
 
 
-def exact(logits, token_ids, mask, temperatures=None, temperature=1.0, **options):
-    options = {"logit_scale": 1.0, "logit_softcap": None, **options}
-    heat = temperature if temperatures is None else temperatures.double()
-    stats = reference.token_stats(logits.double(), token_ids, mask, temperature=heat, **options)
+def exact(logits, token_ids, mask, temperatures=None, **options):
+    heat = None if temperatures is None else temperatures.double()
+    rows = rows_of(token_ids, mask, temperatures=heat, **options)
+    stats = reference_stats(logits.double(), rows, with_entropy=True, with_sum_sq_probs=True)
     return TokenStats(*stats)
 
 
