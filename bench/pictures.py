@@ -20,7 +20,6 @@ from fastrl.bench.plots import MEMORY, TIME, lines, step
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 PICTURES = ROOT / "docs" / "pictures"
-DATE = "2026-11-26"
 COLOURS = ("#0f7dc2", "#009e73", "#b8609a", "#9a7d0a")
 
 
@@ -35,17 +34,31 @@ def main() -> None:
 def drawn(out: Path) -> list[Path]:
     """Draw the pictures whose results are there."""
     results = read("cpu")
-    linear = cases_of(results, lambda op, dtype: op == "linear_policy_loss")
     sources: dict[str, tuple[dict, Callable]] = {
         "curves": (read("curves"), curves),
         "step": (read("step-cpu"), step),
         "memory": (
-            cases_of(linear, lambda op, dtype: dtype == "float32"),
+            # over tokens, and over vocabulary at 4,096 tokens
+            cases_of(
+                results,
+                lambda case: (
+                    case["op"] == "linear_policy_loss"
+                    and case["dtype"] == "float32"
+                    and (at(case, rows=4096) or at(case, vocabulary=49152))
+                ),
+            ),
             lambda found: lines(found, MEMORY),
         ),
         # from hidden states in bfloat16, too, where fastrl is not always the fastest
         "time": (
-            cases_of(results, lambda op, dtype: "linear" in op or dtype == "float32"),
+            # and over vocabulary at 256 tokens
+            cases_of(
+                results,
+                lambda case: (
+                    ("linear" in case["op"] or case["dtype"] == "float32")
+                    and (at(case, vocabulary=49152) or not at(case, rows=4096))
+                ),
+            ),
             lambda found: lines(found, TIME),
         ),
     }
@@ -59,7 +72,7 @@ def drawn(out: Path) -> list[Path]:
 def read(kind: str) -> dict:
     """Results of a kind; of several runs of `fastrl bench`, the cases of all."""
     found: dict = {}
-    for path in sorted(RESULTS.glob(f"{kind}*-{DATE}.json")):
+    for path in sorted(RESULTS.glob(f"{kind}*.json")):
         one = json.loads(path.read_text())
         if "cases" in one:
             one["cases"] = found.get("cases", []) + one["cases"]
@@ -67,14 +80,18 @@ def read(kind: str) -> dict:
     return found
 
 
-def cases_of(results: dict, wanted: Callable[[str, str], bool]) -> dict:
+def at(case: dict, **shape: int) -> bool:
+    return shape.items() <= case["shape"].items()
+
+
+def cases_of(results: dict, wanted: Callable[[dict], bool]) -> dict:
     """The results with some of their cases: of calls that trainers make as a whole."""
     return results and {
         **results,
         "cases": [
             case
             for case in results["cases"]
-            if wanted(case["op"], case["dtype"])
+            if wanted(case)
             and case["step"] == ("forward" if case["op"] == "token_logprobs" else "both")
         ],
     }
