@@ -18,7 +18,7 @@ WORK = {
 FROM_HIDDEN_STATES = "loss and gradient from hidden states"
 TIE = 0.95  # of our time: smaller differences are not called faster
 KINDS = ("fastrl in place", "compile", "eager", "peer")
-LEAST_ROWS = 1024  # of the table of memory
+LEAST_ROWS = 4096  # of the table of memory; the picture has fewer
 MOST_ERROR = 0.1  # of the largest gradient, beyond which an answer is not one
 
 

@@ -104,10 +104,11 @@ def test_the_tables_have_the_numbers_of_the_results(bench):
         for op, step, rows, vocabulary in numbers.WORK.values()
         for dtype in ("float32", "bfloat16")
     ]
+    memory = {**cases[-2], "shape": {"rows": 4096, "vocabulary": 49152}}
     machine = {"device": "a CPU", "torch": "2.13.0"}
     made = {"machine": machine, "date": "2026-11-26T01:02:03"}
     before = "a <!-- numbers:begin -->\nstale numbers\n<!-- numbers:end --> b"
-    text = numbers.written(before, {**made, "cases": cases})
+    text = numbers.written(before, {**made, "cases": [*cases, memory]})
     assert text.startswith(
         "a <!-- numbers:begin -->\n\nMeasured on a CPU; torch 2.13.0, 2026-11-26."
     )
@@ -123,7 +124,8 @@ def test_the_tables_have_the_numbers_of_the_results(bench):
         "tokens x vocabulary | fastrl cpu | fastrl cpu, in place | eager | eager in bfloat16 "
         "| torch.compile |" in text
     )
-    assert "| 1024 x 49152 | 5 | 0 | 70 | 90 | 70 |" in text
+    assert "| 4096 x 49152 | 5 | 0 | 70 | 90 | 70 |" in text
+    assert "| 1024 x 49152 | 5" not in text
     with pytest.raises(ValueError, match="markers"):
         numbers.written("no tables", {**made, "cases": cases})
     with pytest.raises(ValueError, match="token_logprobs"):
