@@ -37,4 +37,5 @@ trainer.train()
 for entry in trainer.state.log_history[:-1]:
     names = ("reward", "loss", "grad_norm", "step_time")
     print("step", entry["step"], {name: round(entry[name], 3) for name in names})
-print(f"peak memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
+used = resource.getrusage(resource.RUSAGE_SELF)
+print(f"peak memory: {used.ru_maxrss / 2**20:.2f} GiB, CPU time: {used.ru_utime:.0f} s")

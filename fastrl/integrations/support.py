@@ -61,7 +61,10 @@ def table() -> str:
     ]
     for name in MODULES:
         module = importlib.import_module(f"fastrl.integrations.{name}")
-        rows = [f"| {row.option} | {row.handling} | {row.note} |" for row in module.SUPPORT]
+        alike: dict[tuple[str, str], list[str]] = {}
+        for row in module.SUPPORT:
+            alike.setdefault((row.handling, row.note), []).append(row.option)
+        rows = [f"| {', '.join(names)} | {how} | {note} |" for (how, note), names in alike.items()]
         parts += [
             f"## `fastrl.integrations.{name}`",
             f"{module.TESTED}",
