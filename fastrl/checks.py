@@ -210,16 +210,17 @@ def can_read(value: Tensor) -> bool:
 
 
 def refuse_no_logprobs(name: str, values: Tensor, active: Tensor) -> None:
-    """Raise on a CPU if the values of the active tokens are none below, and some above 0.
+    """Raise on a CPU if no finite value of the active tokens is below 0, and some are above.
 
-    Negative log-likelihoods and probabilities are; they would train in the wrong direction. A few
-    positive values may be rounded, or densities, and a few tokens may be positive by chance.
+    Negative log-likelihoods and probabilities are so; they would train in the wrong direction. A
+    few positive values may be rounded, and a few tokens may be positive by chance.
     """
     if values.numel() < _ENOUGH_TOKENS or not (can_read(values) and can_read(active)):
         return
     if float(values.amax()) <= _ROUNDED_LOGPROB:  # masked tokens may be anything
         return
     of_tokens = values[active]
+    of_tokens = of_tokens[of_tokens.isfinite()]
     low, high = of_tokens.aminmax() if len(of_tokens) >= _ENOUGH_TOKENS else (-1.0, 0.0)
     if low >= 0 and high > _ROUNDED_LOGPROB:
         raise ValueError(

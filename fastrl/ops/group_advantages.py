@@ -98,7 +98,7 @@ def group_advantages(
         correction: the number subtracted from n in the variance, see `torch.std`; None means 1.
         eps: added to the divisor; None means the value of the convention.
         singleton: the advantage in a group of one: `zero`, or the reward itself (`raw`); None
-            means the value of the convention, and refuses rewards of which each is a group.
+            means the value of the convention, and refuses groups of one if that is `zero`.
         convention: the trainer whose `eps` and `singleton` are the defaults: `fastrl` and `trl`
             1e-4, zero; `verl` 1e-6, raw; `openrlhf` 1e-9, zero.
         process_group: the ranks that share the batch, each with any number of rewards, even none;
@@ -112,9 +112,10 @@ def group_advantages(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an argument has the wrong shape or value, no groups are given, all groups have
-            one reward and `singleton` is not given, or `process_group` has no effect: rewards
-            `[P, G]` are whole groups, which only `scale="batch"` relates to other groups.
+        ValueError: an argument has the wrong shape or value, no groups are given, each group has
+            one reward by `group_size` or shape and would have the advantage 0, or `process_group`
+            has no effect: rewards `[P, G]` are whole groups, which only `scale="batch"` relates to
+            other groups.
 
     Examples:
         >>> import torch, fastrl
@@ -166,7 +167,7 @@ def group_advantages(
     mine = slice(None)
     if group is not None:
         flat, valid, ids, size, mine = _of_all_ranks(flat, valid, ids, size, group)
-    if singleton is None and size == 1 and flat.numel():
+    if singleton is None and rule == "zero" and size == 1 and flat.numel():
         _refuse_groups_of_one(r)
     valid = _rewarded(flat, valid, convention)
     if valid is not None:

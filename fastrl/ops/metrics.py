@@ -125,7 +125,8 @@ def reduce_metrics(
 
     `active_tokens` is summed, `ratio_max` and `ratio_min` are the extremes over micro-batches with
     an active token, and every other metric except `policy_loss` is the mean over all active tokens.
-    The call takes one all-gather of a small vector and no host synchronization.
+    `kl` is NaN if only some ranks have one. The call takes one all-gather of a small vector and no
+    host synchronization.
 
     Args:
         metrics: `PolicyLoss.metrics`, 0-d tensors, or a sequence of them, one per micro-batch.
@@ -177,8 +178,10 @@ def reduce_metrics(
     extremes = torch.stack([columns["ratio_max"], -columns["ratio_min"]], dim=1)
     extremes = torch.where(has_tokens & ~extremes.isnan(), extremes, -torch.inf).amax(0)
     group = _group(process_group)
-    ranks = gathered(torch.cat([sums.vector, extremes]), group)
-    sums, extremes = LossMetrics(ranks[:, :-2].sum(0)), ranks[:, -2:].amax(0)
+    has_kl = extremes.new_full((1,), float(first.has_kl))
+    ranks = gathered(torch.cat([sums.vector, extremes, has_kl]), group)
+    sums, extremes = LossMetrics(ranks[:, :-3].sum(0)), ranks[:, -3:-1].amax(0)
+    sums["kl"].copy_(torch.where((ranks[:, -1] == has_kl).all(), sums["kl"], torch.nan))
 
     count = sums["active_tokens"]
     result = LossMetrics(sums.vector / count.clamp(min=1))

@@ -115,7 +115,7 @@ def row_sums(
             if index is EVERYTHING:
                 return sums
             result[:, index[0], index[1]] = torch.stack(sums)
-    return RowSums._make(result)
+    return RowSums._make(field.clone() for field in result)  # each may be changed in place
 
 
 def _sums(
@@ -152,7 +152,7 @@ def _sums(
 
 def _others(p: Tensor, top_prob: Tensor) -> Tensor:
     if not readable(p):
-        return (p / top_prob).frac().sum(-1)  # the largest one alone is 1
+        return torch.where(p > 0.5, 0.0, p).sum(-1) / top_prob[..., 0]
     others, peaked = torch.zeros_like(top_prob).flatten(), top_prob > 0.5
     if bool(peaked.any()):
         peaked = peaked.flatten().nonzero()[:, 0]

@@ -184,3 +184,9 @@ def test_no_rewards_no_gradient(backend):
     rewards = torch.randn(4, requires_grad=True)
     result = fastrl.group_advantages(rewards, group_size=4, backend=backend)
     assert not result.advantages.requires_grad
+
+
+def test_a_group_of_one_has_the_advantage_of_its_convention():
+    rewards = torch.tensor([1.0, 2.0])
+    result = fastrl.group_advantages(rewards, group_size=1, convention="verl")
+    assert result.advantages.tolist() == [1, 2]

@@ -51,7 +51,7 @@ def last_hidden_states(model: nn.Module, **inputs: Any) -> Tensor:
 
     Raises:
         ValueError: a PEFT wrapper has an adapter that only its own forward applies; gradients are
-            enabled, and the forward of DDP, FSDP1 or DeepSpeed, which is not called, would reduce
+            enabled, and the forward of DDP or FSDP1, which is not called, would reduce
             them over several ranks; or the autocast of accelerate would be lost.
 
     Examples:
@@ -263,7 +263,8 @@ def _refuse_lost_autocast(function: str, model: nn.Module) -> None:
 
 def _refuse_unreduced_gradients(model: nn.Module) -> None:
     """Refuse a wrapper whose forward, which is not called, prepares the reduction of gradients."""
-    if torch.is_grad_enabled() and reduces_gradients(model):
+    trained = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
+    if trained and reduces_gradients(model):
         raise ValueError(
             f"model must not be a {type(model).__name__} over several ranks while gradients are "
             "enabled: each rank would keep its own gradients, since only the forward of the "

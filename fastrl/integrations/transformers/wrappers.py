@@ -111,11 +111,13 @@ def _is_parallel(model: nn.Module) -> bool:
 
 
 def reduces_gradients(model: nn.Module) -> bool:
-    """Return whether a module is a wrapper whose forward reduces gradients over several ranks.
+    """Return whether a module is a wrapper without whose forward gradients stay on their rank.
 
-    FSDP2 wraps nothing: its hooks are on the modules themselves.
+    FSDP2 wraps nothing: its hooks are on the modules themselves. DeepSpeed's `engine.backward`
+    reduces gradients after any forward.
     """
-    if not (_is_parallel(model) and dist.is_available() and dist.is_initialized()):
+    is_ddp = "DistributedDataParallel" in _names(model)
+    if not ((is_ddp or is_fsdp1(model)) and dist.is_available() and dist.is_initialized()):
         return False
     group = None if is_fsdp1(model) else getattr(model, "process_group", None)
     return dist.get_world_size(group) > 1
