@@ -14,6 +14,7 @@ from fastrl.bench.timing import LATE
 
 Results = dict[str, Any]
 Row = dict[str, Any]
+FEW_ROUNDS = 5  # fewer have no percentiles
 DIGITS = 4  # of a time in results.json
 
 
@@ -180,11 +181,15 @@ def section(case: Row, ceilings: Mapping[str, float], *, ratios: bool = True) ->
             lines.append(f"| {row['name']} | {why} |" + " |" * (len(columns) - 2))
             continue
         took, low, high = spread(row["seconds"].values())
+        rounds = len(row["seconds"])
+        varied = f"{_digits(low * 1e3)}-{_digits(high * 1e3)}"
+        if rounds < FEW_ROUNDS:
+            varied = f"{rounds} round{'s' * (rounds > 1)}"
         rate = case["flops"] / took / 1e12 if gemms else case["bytes_moved"] / took / 1e9
         share = f" ({rate / ceilings[ceiling]:.0%})" if ceilings.get(ceiling) else ""
         cells = [
             row["name"],
-            f"{_digits(took * 1e3)} ({_digits(low * 1e3)}-{_digits(high * 1e3)})",
+            f"{_digits(took * 1e3)} ({varied})",
             *([f"{ratio(row, ours):.2f}" if ours else ""] if ratios else []),
             "" if row["kind"] == "floor" else f"{rate:.3g}{share}",
             "" if row["peak"] is None else f"{row['peak'] / 1e6:.1f}",

@@ -153,7 +153,10 @@ def group_advantages(
         else:
             size = whole("group_size", group_size, low=1)
         if r.dim() == 2 and size != max(r.shape[1], 1):
-            raise ValueError(f"group_size must be {r.shape[1]} for rewards [P, G], got {size}")
+            mend = ": pass rewards.squeeze(-1)" if r.shape[1] == 1 else ""
+            raise ValueError(
+                f"group_size must be {r.shape[1]} for rewards [P, G], got {size}{mend}"
+            )
         ids = None
         if isinstance(size, torch.SymInt):  # as an argument of the operator it would be specialized
             ids, size = torch.arange(r.numel(), device=r.device) // size, 0

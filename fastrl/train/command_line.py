@@ -65,7 +65,8 @@ def main(
     try:
         config = parse(kind, arguments, program)
         if config.plan is not None:
-            from fastrl.train.plan import report
+            with command_start.quiet():
+                from fastrl.train.plan import report
 
             sys.stdout.write(report(config) + "\n")
             sys.exit(0)
