@@ -138,7 +138,6 @@ def _sums(
         p = torch.softmax(t, -1, out=target)
     row_max = logits.amax(-1) if rows.logit_softcap else top[..., 0]
     top_prob = p.amax(-1, keepdim=True)
-    others = _others(p, top_prob)
     mean = sum_sq_probs = torch.zeros_like(row_max)
     if with_sum_sq_probs:
         sum_sq_probs = p.square().sum(-1)
@@ -147,15 +146,18 @@ def _sums(
         mean = product.sum(-1)
         if not readable(mean) or bool(mean.isnan().any()):
             mean = product.nansum(-1)  # 0 log 0 = 0; in a row with NaN log sum exp t is NaN
+    others = _others(p, top_prob, other)
     return RowSums(row_max, top_prob[..., 0], others, mean, sum_sq_probs)
 
 
-def _others(p: Tensor, top_prob: Tensor) -> Tensor:
-    if not readable(p):
+def _others(p: Tensor, top_prob: Tensor, memory: Tensor | None) -> Tensor:
+    if not readable(p):  # the fast division of a GPU could make x / x less than 1
         return torch.where(p > 0.5, 0.0, p).sum(-1) / top_prob[..., 0]
-    others, peaked = torch.zeros_like(top_prob).flatten(), top_prob > 0.5
-    if bool(peaked.any()):
-        peaked = peaked.flatten().nonzero()[:, 0]
+    peaked = (top_prob.flatten() > 0.5).nonzero()[:, 0]
+    if 2 * len(peaked) >= top_prob.numel():
+        return torch.div(p, top_prob, out=memory).frac_().sum(-1)  # the largest one alone is 1
+    others = torch.zeros_like(top_prob).flatten()
+    if len(peaked):  # of few rows a copy is shorter than a pass
         rows, tops = (x.flatten(0, 1).index_select(0, peaked) for x in (p, top_prob))
         others[peaked] = rows.div_(tops).frac_().sum(-1)
     return others.view(p.shape[:-1])
