@@ -215,8 +215,8 @@ def refuse_no_logprobs(name: str, values: Tensor, active: Tensor) -> None:
     Negative log-likelihoods and probabilities are so; they would train in the wrong direction. A
     few positive values may be rounded, and a few tokens may be positive by chance.
     """
-    if values.numel() < _ENOUGH_TOKENS or not (can_read(values) and can_read(active)):
-        return
+    if not (can_read(values) and can_read(active)) or values.numel() < _ENOUGH_TOKENS:
+        return  # in this order: a trace would be specialized to the number of tokens
     if float(values.amax()) <= _ROUNDED_LOGPROB:  # masked tokens may be anything
         return
     of_tokens = values[active]

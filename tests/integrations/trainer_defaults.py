@@ -43,6 +43,8 @@ def presets(convention: str, field: str, names: str) -> Ours:
 
     def read() -> object:
         found = {getattr(Objective.preset(x, convention=convention), field) for x in names.split()}
+        if field == "kl_coef" and found == {None}:
+            return 0.0  # no KL, as with their 0
         return found.pop() if len(found) == 1 else found
 
     return Ours(f"{field} of {names}", read, names)

@@ -125,7 +125,8 @@ def together(parts):
         elif x.dim():
             found[name] = torch.cat(each)
     if f"metric {METRICS[0]}" in parts[0]:
-        metrics = [{name: part[f"metric {name}"] for name in METRICS} for part in parts]
+        names = [name for name in METRICS if f"metric {name}" in parts[0]]  # kl may be absent
+        metrics = [{name: part[f"metric {name}"] for name in names} for part in parts]
         reduced = fastrl.reduce_metrics(metrics)
         found |= {f"metric {name}": x for name, x in reduced.items()}
     return found

@@ -106,7 +106,10 @@ CHANGES = {
         ({"old_logprobs": -ONES}, -ONES.double()),
         ({"old_logprobs": -ONES}, -ONES - 1e-6),
     ],
-    "ref_logprobs": [({}, -ONES), ({"ref_logprobs": -ONES}, -ONES - 1e-6)],
+    "ref_logprobs": [
+        ({"objective": Objective(kl_coef=0.0)}, -ONES),
+        ({"objective": Objective(kl_coef=0.0), "ref_logprobs": -ONES}, -ONES - 1e-6),
+    ],
     "rollout_logprobs": [
         ({**CORRECTED, "rollout_logprobs": -ONES}, -ONES.double()),
         ({**CORRECTED, "rollout_logprobs": -ONES}, -ONES - 1e-6),

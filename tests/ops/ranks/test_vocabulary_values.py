@@ -31,7 +31,7 @@ LOSS = {
 }
 BY_PROMPT = Objective(aggregation="prompt-mean", kl_coef=0.1, teacher_coef=0.5)
 WITHOUT = Objective(aggregation="prompt-mean", kl_coef=0.1)
-COUNTED = {**LOSS, "objective": Objective(), "normalizer": torch.tensor(3.0)}
+COUNTED = {**LOSS, "objective": Objective(kl_coef=0.0), "normalizer": torch.tensor(3.0)}
 del COUNTED["group_ids"]
 
 
