@@ -72,14 +72,15 @@ def _load(module: str, compiler: str, build: str) -> str | None:
     # an editable installation of another checkout may find its own module for this package
     if spec is None or Path(str(spec.origin)).parent.resolve() != here:
         in_place = "`{}pip install --no-build-isolation -e .` in " + str(here.parent)
-        if hidden := _hidden(module, here):
+        is_checkout = (here.parent / "csrc").exists()
+        if is_checkout and (hidden := _hidden(module, here)):
             return (
                 f"{here} has no compiled extension and hides the installed fastrl in {hidden}, "
                 f"which has one: run Python in another folder, or {in_place.format('')}"
             )
         again = (
             in_place
-            if (here.parent / "csrc").exists()
+            if is_checkout
             else "`{}pip install --force-reinstall --no-deps --no-build-isolation --no-binary "
             "fastrl-kernels fastrl-kernels`"
         ).format(f"{build} ")

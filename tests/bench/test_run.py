@@ -91,7 +91,7 @@ def test_a_process_that_dies_or_hangs_costs_one_case(make_run, tmp_path, capsys)
     text = (tmp_path / "results.md").read_text()
     assert "| a peer | illegal address |" in text
     assert f"| a slow peer | {runner.DIED} |" in text
-    assert text.count("| fastrl cpu | 1 (1-1) | 1.00 |") == 3
+    assert text.count("| fastrl cpu | 1 (1 round) | 1.00 |") == 3
     assert capsys.readouterr().out.count("## ") == 3
 
 
