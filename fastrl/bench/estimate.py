@@ -30,7 +30,7 @@ def seconds(cases: Sequence[Case], plan: Plan, ceilings: Mapping[str, float]) ->
 
 
 def in_words(cases: Sequence[Case], plan: Plan, ceilings: Mapping[str, float], limit: float) -> str:
-    """Return a line for the user; ``limit`` is that of the run, in seconds."""
+    """Return a line for the user about a run that may take ``limit`` seconds."""
     count = f"{len(cases)} case{'s' * (len(cases) != 1)}"
     if plan.hurried:
         return f"{count}, the most telling first, in at most {limit:.0f} seconds"

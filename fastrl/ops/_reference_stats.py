@@ -112,7 +112,7 @@ def _save(
 def _slopes(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     """Return the gradients of logprobs, entropy and logsumexp.
 
-    A second derivative comes through the saved log_sum, too, whose gradient is that of logsumexp.
+    A second derivative also comes through the saved log_sum, and is added to that of logsumexp.
     """
     of_logprob, of_entropy, of_logsumexp = slopes_of(grads[: len(OF_ROW)])
     of_log_sum = grads[-1]
@@ -143,7 +143,7 @@ def _gradient(
 
 
 def _tangents(ctx: Any, tangent: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the tangents of all outputs: the sums of their gradients times that of the logits."""
+    """Return the tangents of all outputs: each row's gradient times the tangent of its logits."""
     log_sum = ctx.saved_tensors[-3]
     slopes = torch.eye(len(DIFFERENTIABLE), dtype=log_sum.dtype, device=log_sum.device)
     found = {}
