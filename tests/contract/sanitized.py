@@ -5,13 +5,14 @@ sees every step beyond a tensor that owns its memory.
 """
 
 import collections
+import importlib.machinery
+import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
 import sysconfig
-import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -130,7 +131,8 @@ def wanted():
 
 def main(built, first, cases):
     torch.ops.load_library(built)
-    sys.modules["fastrl._C"] = types.ModuleType("fastrl._C")
+    spec = importlib.machinery.ModuleSpec("fastrl._C", None, origin=str(ROOT / "fastrl" / "_C"))
+    sys.modules["fastrl._C"] = importlib.util.module_from_spec(spec)
     import fastrl
     from tests.contract.operator_calls import divergence_calls, gathered_calls
     from tests.fuzz.run import Run, perform

@@ -129,7 +129,7 @@ def group_advantages(scale: str, groups: int, size: int, *, ids: bool = False):
         inputs = {"rewards": rewards, "group_ids": torch.randint(groups, rewards.shape) * 2**33 - 5}
 
     def call(inputs, backend):
-        options = {"scale": scale, "baseline": baseline, "backend": backend}
+        options = {"scale": scale, "baseline": baseline, "singleton": "zero", "backend": backend}
         return tuple(fastrl.group_advantages(**inputs, **options))
 
     return Workload(f"group_advantages, {scale}, ids {ids}", inputs, call)
