@@ -86,11 +86,10 @@ def test_groups_by_id_have_the_bits_of_consecutive_ones(scale, groups, size):
     place = torch.randperm(groups * size)
     names = torch.randint(-(2**62), 2**62, (groups,))  # some of which share an entry
     ids = names.repeat_interleave(size)[place]
-    consecutive = fastrl.group_advantages(rewards, group_size=size, scale=scale, backend="cuda")
-    found = fastrl.group_advantages(rewards[place], group_ids=ids, scale=scale, backend="cuda")
-    exact = fastrl.group_advantages(
-        rewards.double(), group_size=size, scale=scale, backend="reference"
-    )
+    given = {"scale": scale, "singleton": "zero"}
+    consecutive = fastrl.group_advantages(rewards, group_size=size, **given, backend="cuda")
+    found = fastrl.group_advantages(rewards[place], group_ids=ids, **given, backend="cuda")
+    exact = fastrl.group_advantages(rewards.double(), group_size=size, **given, backend="reference")
     for one, other, want in zip(found, consecutive, exact, strict=True):
         assert torch.equal(one.nan_to_num(7), other[place].nan_to_num(7))
         torch.testing.assert_close(other.to(want), want, rtol=1e-4, atol=1e-5, equal_nan=True)
@@ -204,6 +203,7 @@ def test_nan_at_a_token_without_slope_reaches_the_gradients():
     tokens["mask"][1] = True  # whose advantage is 0
     with torch.no_grad():
         parameters["hidden"][1, 2] = torch.nan
+    del tokens["ref_logprobs"]
     result = linear(parameters, fastrl.linear_policy_loss, **tokens, backend="cuda")
     result.loss.backward()
     assert parameters["hidden"].grad.isnan().nonzero()[:, :2].unique(dim=0).tolist() == [[1, 2]]
