@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import fastrl
 from fastrl import Objective, native
@@ -32,8 +33,8 @@ def test_opcheck_of_every_operator():
     assert seen - absent == fastrl.library._SCHEMAS.keys() - absent
 
 
-def everything(logits, token_ids, advantages, mask, old, ref, backend):
-    """One function that calls all differentiable operators."""
+def of_logits(logits, token_ids, advantages, mask, old, ref, backend):
+    """A total and a metric of what takes logits, and of the loss of their statistics."""
     result = fastrl.logits_policy_loss(
         logits,
         token_ids,
@@ -58,17 +59,27 @@ def everything(logits, token_ids, advantages, mask, old, ref, backend):
         ),
         backend=backend,
     )
+    return result.loss + more.loss, result.metrics["kl"] + more.metrics["ratio_max"]
+
+
+def of_hidden_states(hidden, token_ids, advantages, mask, old, ref, backend):
+    """A total and a sum of what takes hidden states, advantages or values."""
     scan = fastrl.gae(old, ref, mask, backend=backend)
     group = fastrl.group_advantages(advantages, group_size=2, backend=backend)
     white = fastrl.whiten(scan.advantages, mask)
-    value = fastrl.value_loss(stats.logprobs, scan.returns, mask, old_values=old, clip=0.2)
-    weight = logits[0, :1].detach().new_ones(11, logits.shape[-1])
-    hidden = fastrl.linear_policy_loss(
-        logits, weight, token_ids % 11, advantages, mask, old_logprobs=old, backend=backend
+    weight = hidden[0, :1].detach().new_ones(11, hidden.shape[-1])
+    token_ids = token_ids % 11
+    result = fastrl.linear_policy_loss(
+        hidden, weight, token_ids, advantages, mask, old_logprobs=old, backend=backend
     )
-    scored = fastrl.linear_token_logprobs(logits, weight, token_ids % 11, backend=backend)
-    total = result.loss + more.loss + value.loss + hidden.loss + scored.sum()
-    return total, result.metrics["kl"] + more.metrics["ratio_max"] + white.sum(), group.advantages
+    scored = fastrl.linear_token_logprobs(hidden, weight, token_ids, backend=backend)
+    value = fastrl.value_loss(scored, scan.returns, mask, old_values=old, clip=0.2)
+    total = result.loss + scored.sum() + value.loss
+    return total, white.sum() + group.advantages.sum()
+
+
+#: Together they call all differentiable operators.
+CALLS = [of_logits, of_hidden_states]
 
 
 def arguments(length):
@@ -85,31 +96,33 @@ def arguments(length):
 @pytest.mark.parametrize(
     "compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 )
-def test_compiled_without_a_graph_break(backend, compiler):
+@pytest.mark.parametrize("call", CALLS)
+def test_compiled_without_a_graph_break(backend, compiler, call):
     torch.compiler.reset()
     given = arguments(4)
-    compiled = torch.compile(everything, fullgraph=True, backend=compiler)
+    compiled = torch.compile(call, fullgraph=True, backend=compiler)
     outcomes = []
-    for function in (everything, compiled):
+    for function in (call, compiled):
         given[0].grad = None
-        total, metric, advantages = function(*given, backend)
+        total, other = function(*given, backend)
         total.backward()
-        outcomes.append((total.detach(), metric, advantages, given[0].grad))
+        outcomes.append((total.detach(), other, given[0].grad))
     for eager, traced in zip(*outcomes, strict=True):
         torch.testing.assert_close(traced, eager, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("backend", ["cpu"])
-def test_twenty_lengths_cost_at_most_two_compilations(backend):
+def test_twenty_lengths_cost_at_most_two_compilations(backend, call):
     if native.missing is not None:
         pytest.skip(native.missing)
     torch.compiler.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(everything, fullgraph=True, backend=counter)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(call, fullgraph=True, backend=counter)
     for length in range(3, 23):
         given = arguments(length)
         total, *_ = compiled(*given, backend)
         total.backward()
-        expected = everything(*given, backend)[0]
+        expected = call(*given, backend)[0]
         torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-6)
     assert counter.frame_count <= 2
