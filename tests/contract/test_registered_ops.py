@@ -63,7 +63,7 @@ def of_logits(logits, token_ids, advantages, mask, old, ref, backend):
 
 
 def of_hidden_states(hidden, token_ids, advantages, mask, old, ref, backend):
-    """A total and a sum of what takes hidden states, advantages or values."""
+    """A total and advantages of what takes hidden states, rewards or values."""
     scan = fastrl.gae(old, ref, mask, backend=backend)
     group = fastrl.group_advantages(advantages, group_size=2, backend=backend)
     white = fastrl.whiten(scan.advantages, mask)
@@ -74,8 +74,7 @@ def of_hidden_states(hidden, token_ids, advantages, mask, old, ref, backend):
     )
     scored = fastrl.linear_token_logprobs(hidden, weight, token_ids, backend=backend)
     value = fastrl.value_loss(scored, scan.returns, mask, old_values=old, clip=0.2)
-    total = result.loss + scored.sum() + value.loss
-    return total, white.sum() + group.advantages.sum()
+    return result.loss + scored.sum() + value.loss, white, group.advantages
 
 
 #: Together they call all differentiable operators.
@@ -104,9 +103,9 @@ def test_compiled_without_a_graph_break(backend, compiler, call):
     outcomes = []
     for function in (call, compiled):
         given[0].grad = None
-        total, other = function(*given, backend)
+        total, *others = function(*given, backend)
         total.backward()
-        outcomes.append((total.detach(), other, given[0].grad))
+        outcomes.append((total.detach(), *others, given[0].grad))
     for eager, traced in zip(*outcomes, strict=True):
         torch.testing.assert_close(traced, eager, rtol=1e-5, atol=1e-6)
 
