@@ -289,7 +289,7 @@ def refused(call, error):
 @pytest.mark.not_on("triton", "cuda")  # the executor keeps what it pleases
 def test_many_calls_keep_no_memory(backend, entry, monkeypatch):
     """Calls without a gradient, with one that is dropped, with a backward, with one refused."""
-    if backend == "reference":  # blocks of a hundred rows: of one row each, they take half a minute
+    if backend == "reference":  # hundreds of rows per block: with few, a test takes half a minute
         monkeypatch.setattr(row_blocks, "_CPU_BYTES", 2**15)
     inputs = entry.draw(B, T, torch.float32)
     inputs = {k: x.requires_grad_(k in entry.leaves) for k, x in inputs.items()}
