@@ -85,12 +85,11 @@ def examine_group_advantages(trial: Trial) -> None:
     usual = ("correction", "eps", "singleton")
     options = {"baseline": "mean", "scale": "group"}
     options |= dict(zip(usual, ADVANTAGE_CONVENTIONS[convention], strict=True)) | case.parameters
-    on_cuda = trial.on_gpu_kernels and trial.backend != "triton"
+    on_gpu = "triton" if trial.backend == "triton" else "cuda"
+    kernels = on_gpu if trial.on_gpu_kernels else "cpu"
     arithmetic = of_results(case.dtype)
     inside = tokens.valid & ~np.isnan(rewards) if convention == "trl" else tokens.valid
-    want = group_advantages(
-        rewards[inside], names[inside], options, arithmetic, fixed_point=on_cuda
-    )
+    want = group_advantages(rewards[inside], names[inside], options, arithmetic, kernels)
     trial.expect(result._asdict(), {name: tokens.placed(x, inside) for name, x in want.items()})
 
 

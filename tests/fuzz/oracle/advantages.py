@@ -15,21 +15,26 @@ def group_advantages(
     groups: np.ndarray,
     options: dict,
     arithmetic: Arithmetic,
-    *,
-    fixed_point: bool = False,
+    kernels: str = "cpu",
 ) -> dict[str, object]:
     """Return the parts of `GroupAdvantages`, `[N]` each.
 
-    In fixed point, as on CUDA, the mean is the lowest reward plus a rounded distance. A square is
+    CUDA works in fixed point: the mean is the lowest reward plus a rounded distance; a square is
     rounded twice, their sum, its quotient and the root once; one more rounds what is centred.
+    Triton rounds a distance from the mean twice, its square, their sums in 64 columns, whose tree
+    has up to log2 N levels, the quotient and the root.
     """
     n = len(rewards)
+    fixed_point = kernels == "cuda"
     advantages, mean, std = (np.zeros(n) for _ in range(3))
     errors = np.zeros((3, n))
     informative = np.zeros(n, bool)
     correction = options["correction"]
     unit = max(arithmetic.unit, OF_FLOAT64)
-    of_std, of_made = (4, 7) if fixed_point else (2, 3)
+    of_std, of_made = (4.0, 7.0) if fixed_point else (2.0, 3.0)
+    if kernels == "triton":
+        of_std = (2 * 2 + 1 + math.log2(max(n, 1)) + n // 64 + 1) / 2 + 1
+        of_made = of_std + 1
     together = _mean_and_std(rewards[_in_finite_groups(rewards, groups)], correction)[1]
     for group in np.unique(groups):
         inside = groups == group

@@ -87,7 +87,8 @@ class Rows:
         # a column far below the largest may overflow to -inf: it has no probability either way
         top = z == z.max(1, keepdims=True, initial=-np.inf)
         overflows = (with_differences > u.largest) & np.isfinite(z)
-        self.overflows = (overflows & ((z > 0) | top)).any(1)
+        # a row with NaN has NaN, whatever overflows beside it
+        self.overflows = (overflows & ((z > 0) | top)).any(1) & ~np.isnan(z).any(1)
         self.z = z
         self.z_error = np.where(np.isfinite(z), error, 0.0)
         self.x = x
