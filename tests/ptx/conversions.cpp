@@ -1,4 +1,6 @@
 // Conversions, and operations on the bits and halves of a word.
+#include <functional>
+
 #include "lanes.h"
 
 namespace ptx {
@@ -146,24 +148,32 @@ Outcome insert_bits(Machine&, Warp& w, const Instruction& i, uint32_t lanes) {
 }
 
 // Of the lower halves, then of the upper ones.
-template <typename T>
-Outcome equal_pairs(Machine&, Warp& w, const Instruction& i, uint32_t lanes) {
+template <typename T, typename Compare>
+Outcome compare_pairs(Machine&, Warp& w, const Instruction& i, uint32_t lanes) {
   for (int half = 0; half < 2; ++half) {
     const auto *a = w.reg<T>(i.s[0]) + half, *b = w.reg<T>(i.s[1]) + half;
     uint32_t bits = 0;
     for (int l = 0; l < kLanes; ++l)
-      bits |= static_cast<uint32_t>(float(a[2 * l]) == float(b[2 * l])) << l;
+      bits |= static_cast<uint32_t>(Compare()(float(a[2 * l]), float(b[2 * l]))) << l;
     if (i.d[half] != kNowhere) put_predicate(w, i.d[half], lanes, bits);
   }
   return Outcome::kNext;
 }
 
+#define OF_PAIRS(name, Compare)                                               \
+  Operation{"setp." name ".f16x2", compare_pairs<Half, Compare>}, Operation { \
+    "setp." name ".bf16x2", compare_pairs<BFloat16, Compare>                  \
+  }
+
 }  // namespace
 
 const std::vector<Operation>& conversions() {
   static const std::vector<Operation> all = {
-      Operation{"setp.eq.f16x2", equal_pairs<Half>},
-      Operation{"setp.eq.bf16x2", equal_pairs<BFloat16>},
+      OF_PAIRS("eq", std::equal_to<>),
+      OF_PAIRS("lt", std::less<>),
+      OF_PAIRS("le", std::less_equal<>),
+      OF_PAIRS("gt", std::greater<>),
+      OF_PAIRS("ge", std::greater_equal<>),
       OPERATION("prmt.b32", uint32_t, uint32_t, uint32_t, uint32_t, permuted(a, b, c)),
       OPERATION("bfe.u32", uint32_t, uint32_t, uint32_t, uint32_t, field(a, b, c)),
       OPERATION("bfe.u64", uint64_t, uint64_t, uint32_t, uint32_t, field(a, b, c)),
