@@ -29,14 +29,11 @@ struct RowArguments {
   }
 };
 
-struct TeacherScaling {
-  std::optional<Tensor> teacher_temperatures;
-  double teacher_temperature, teacher_logit_scale, teacher_logit_softcap;
+struct ScalingArguments {
+  std::optional<Tensor> temperatures;
+  double temperature, logit_scale, logit_softcap;
 
-  auto fields() {
-    return std::tie(teacher_temperatures, teacher_temperature, teacher_logit_scale,
-                    teacher_logit_softcap);
-  }
+  auto fields() { return std::tie(temperatures, temperature, logit_scale, logit_softcap); }
 };
 
 struct SavedStats {

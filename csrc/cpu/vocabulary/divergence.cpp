@@ -10,13 +10,14 @@ namespace {
 
 std::tuple<Tensor, Tensor, Tensor> divergence_fwd(
     const Tensor& logits, const Tensor& teacher_logits, const RowArguments& arguments,
-    const TeacherScaling& scaling, const Tensor& row_max, const Tensor& log_sum,
+    const ScalingArguments& teacher_scaling, const Tensor& row_max, const Tensor& log_sum,
     const Tensor& teacher_row_max, const Tensor& teacher_log_sum, double beta) {
   const Tensor& token_ids = arguments.token_ids;
   const Rows rows(logits, arguments);
   check_statistic(row_max, token_ids, "row_max");
   check_statistic(log_sum, token_ids, "log_sum");
-  const TeacherArguments given{teacher_logits, scaling, teacher_row_max, teacher_log_sum, beta};
+  const TeacherArguments given{teacher_logits, teacher_scaling, teacher_row_max, teacher_log_sum,
+                               beta};
   const TeacherRows teacher(rows, check_teacher(given, token_ids), row_max, log_sum);
   const Tensor divergence = empty_like_tokens(token_ids, ScalarType::Float);
   const Tensor slope_mean = empty_like_tokens(token_ids, ScalarType::Float);
@@ -57,20 +58,20 @@ void write_grad(Rows& rows, const Tensor& token_ids, const SavedStats& saved,
 }
 
 Tensor divergence_bwd(const Tensor& logits, const Tensor& teacher_logits,
-                      const RowArguments& arguments, const TeacherScaling& scaling,
+                      const RowArguments& arguments, const ScalingArguments& teacher_scaling,
                       const SavedStats& saved, const Tensor& teacher_row_max,
                       const Tensor& teacher_log_sum, double beta, const Tensor& slope_mean,
                       const Tensor& grad_divergence) {
   Rows rows(logits, arguments);
   const Tensor grad = new_gradient(logits);
   write_grad(rows, arguments.token_ids, saved,
-             {teacher_logits, scaling, teacher_row_max, teacher_log_sum, beta},
+             {teacher_logits, teacher_scaling, teacher_row_max, teacher_log_sum, beta},
              {slope_mean, grad_divergence}, Logits(grad));
   return grad;
 }
 
 void divergence_bwd_(const Tensor& logits, const Tensor& teacher_logits,
-                     const RowArguments& arguments, const TeacherScaling& scaling,
+                     const RowArguments& arguments, const ScalingArguments& teacher_scaling,
                      const SavedStats& saved, const Tensor& teacher_row_max,
                      const Tensor& teacher_log_sum, double beta, const Tensor& slope_mean,
                      const Tensor& grad_divergence, bool narrow) {
@@ -78,7 +79,7 @@ void divergence_bwd_(const Tensor& logits, const Tensor& teacher_logits,
   Rows rows(logits, arguments);
   check_rows_apart(logits);
   write_grad(rows, arguments.token_ids, saved,
-             {teacher_logits, scaling, teacher_row_max, teacher_log_sum, beta},
+             {teacher_logits, teacher_scaling, teacher_row_max, teacher_log_sum, beta},
              {slope_mean, grad_divergence}, rows.logits());
 }
 

@@ -7,17 +7,16 @@ namespace fastrl::cpu {
 
 struct TeacherArguments {
   const Tensor& logits;
-  const TeacherScaling& scaling;
+  const ScalingArguments& scaling;
   const Tensor &row_max, &log_sum;
   double beta;
 };
 
 // Checks everything except the teacher's logits.
 inline const TeacherArguments& check_teacher(const TeacherArguments& in, const Tensor& token_ids) {
-  const TeacherScaling& s = in.scaling;
-  check_statistic(s.teacher_temperatures, token_ids, "teacher_temperatures");
-  check_scaling(s.teacher_temperatures, s.teacher_temperature, s.teacher_logit_scale,
-                s.teacher_logit_softcap);
+  const ScalingArguments& s = in.scaling;
+  check_statistic(s.temperatures, token_ids, "teacher_temperatures");
+  check_scaling(s.temperatures, s.temperature, s.logit_scale, s.logit_softcap);
   check_statistic(in.row_max, token_ids, "teacher_row_max");
   check_statistic(in.log_sum, token_ids, "teacher_log_sum");
   return in;
