@@ -88,11 +88,11 @@ test-vllm:
 
 # Which lines of the linear forms run as they would on a GPU: on tensors without memory, and with
 # kernels compiled for one.
-COVERED := --cov=fastrl/ops/_linear --cov-branch --cov-report=
+COVERED := --cov=fastrl/ops/_head --cov=fastrl/ops/_rows --cov-branch --cov-report=
 coverage-linear: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)
-	$(PYTEST) -q $(COVERED) tests/ops/linear tests/ops/test_kept_tokens.py $(ARGS)
+	$(PYTEST) -q $(COVERED) tests/ops/linear tests/ops/test_linear.py tests/ops/test_kept_tokens.py $(ARGS)
 	FASTRL_TESTED=cuda $(PYTEST) -q $(COVERED) --cov-append tests/ops/test_linear.py tests/ops/test_values.py -k linear $(ARGS)
-	$(PY) -m coverage report -m --include='*/tensor_cores.py,*/walk.py' --fail-under=100
+	$(PY) -m coverage report -m --include='*/tensor_cores.py,*/projected.py' --fail-under=100
 
 # FASTRL_CPU_CAPABILITY=avx2 or plain selects CPU kernels; BACKEND=triton or cuda executes PTX.
 fuzz: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)

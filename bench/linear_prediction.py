@@ -26,9 +26,9 @@ from unittest import mock
 
 import torch
 
-from fastrl.ops._linear import chunks
-from fastrl.ops._linear.head import LinearHead
-from fastrl.ops._vocabulary_parts.parts import WHOLE
+from fastrl.ops._head.head import LinearHead
+from fastrl.ops._rows import order
+from fastrl.ops._vocabulary_parts.parts import UNSPLIT
 
 MIB = 2**20
 
@@ -56,8 +56,8 @@ def chunk_rows(
     weight = torch.empty(vocabulary, width, dtype=torch.bfloat16, device="meta")
     head = LinearHead(weight, None, None, None, 1.0, torch.float32)
     grows = trained and limit is None
-    with mock.patch.object(chunks, "_GPU_CHUNK_BYTES", limit or chunks._GPU_CHUNK_BYTES):
-        return chunks.chunk_size(None, head, WHOLE, 1, on_gpu=True, weight_trained=grows)
+    with mock.patch.object(order, "_GPU_CHUNK_BYTES", limit or order._GPU_CHUNK_BYTES):
+        return order.chunk_size(None, head, UNSPLIT, 1, on_gpu=True, weight_trained=grows)
 
 
 def predicted(
@@ -72,7 +72,7 @@ def predicted(
 ) -> float:
     """Return the seconds of loss and gradients; `moved`: bytes per logit of the kernel."""
     seconds = 6 * vocabulary * width / rates.bytes if trained else 0.0
-    for part in chunks.chunks(0, rows, min(chunk, rows), on_gpu=True):
+    for part in order.chunks(0, rows, min(chunk, rows), on_gpu=True):
         size, first = part.stop - part.start, part.start == 0
         one = chunk_seconds(size, width, vocabulary, first=first, rates=rates)
         seconds += one.projection + moved * size * vocabulary / rates.bytes + one.of_hidden

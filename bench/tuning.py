@@ -50,7 +50,7 @@ class Knob(NamedTuple):
 
 _ROWS = "fastrl.triton.vocabulary.rows"
 _SWEEPS = [f"fastrl.triton.vocabulary.row_{name}" for name in ("sums", "gradient", "loads")]
-_CHUNKS = "fastrl.ops._linear.chunks"
+_CHUNKS = "fastrl.ops._rows.order"
 _LARGE = tuple(
     Size(op, model, 8192, BF16)
     for op in ("token_stats", "logits_policy_loss")

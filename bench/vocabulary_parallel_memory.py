@@ -17,8 +17,8 @@ import torch.multiprocessing as multiprocessing
 
 import fastrl
 from fastrl.bench.memory import Peak
-from fastrl.ops._linear.chunks import chunk_size, chunks
-from fastrl.ops._linear.head import LinearHead
+from fastrl.ops._head.head import LinearHead
+from fastrl.ops._rows.order import chunk_size, chunks
 from fastrl.ops._vocabulary_parts.parts import VocabularyParts
 
 

@@ -119,25 +119,38 @@ class AggregationArguments(NamedTuple):
     group_ids: Tensor | None  # int64 [S]
 
 
-class RowArguments(NamedTuple):
-    """The inputs that accompany logits `[B, T, V]`."""
+class ScalingArguments(NamedTuple):
+    """z = softcap(logit_scale * logits) / temperature."""
 
-    token_ids: Tensor  # int64 [B, T]
-    mask: Tensor | None  # [B, T], 0/1 of any dtype; None: every row is active
-    ignore_index: int  # a row with this id is inactive
     temperatures: Tensor | None  # float32 [B, T]: replaces `temperature`
     temperature: float
     logit_scale: float
     logit_softcap: float  # 0: no softcap
 
 
-class TeacherScaling(NamedTuple):
-    """Temperature, scale and softcap of a teacher's logits, like those of `RowArguments`."""
+class RowArguments(NamedTuple):
+    """The inputs that accompany logits `[B, T, V]`."""
 
-    teacher_temperatures: Tensor | None  # float32 [B, T]
-    teacher_temperature: float
-    teacher_logit_scale: float
-    teacher_logit_softcap: float
+    token_ids: Tensor  # int64 [B, T]
+    mask: Tensor | None  # [B, T], 0/1 of any dtype; None: every row is active
+    ignore_index: int  # a row with this id is inactive
+    temperatures: Tensor | None  # these are the fields of `ScalingArguments`
+    temperature: float
+    logit_scale: float
+    logit_softcap: float
+
+    def scaling(self) -> ScalingArguments:
+        """Return how logits are scaled."""
+        values = self.temperatures, self.temperature, self.logit_scale, self.logit_softcap
+        return ScalingArguments(*values)
+
+
+class SoftmaxStats(NamedTuple):
+    """The statistics of a row, `[B, T]`, that its probabilities and its gradient need."""
+
+    row_max: Tensor  # the largest logit
+    log_sum: Tensor  # log sum exp(logit - row_max)
+    entropy: Tensor
 
 
 class RowStats(NamedTuple):
@@ -151,9 +164,21 @@ class RowStats(NamedTuple):
     row_max: Tensor  # the largest logit, for the backward
     log_sum: Tensor  # log sum exp(logit - row_max), for the backward
 
+    def of_softmax(self) -> SoftmaxStats:
+        """Return what a backward needs."""
+        return SoftmaxStats(self.row_max, self.log_sum, self.entropy)
+
+
+class TeacherStats(NamedTuple):
+    """The results of a comparison with a teacher's rows, `[B, T]`; 0 in inactive rows."""
+
+    divergence: Tensor
+    teacher_entropy: Tensor
+    agrees: Tensor  # the same token is the most probable
+
 
 #: The statistics that are bool.
-FLAGS = ("is_top1",)
+FLAGS = ("is_top1", "agrees")
 
 
 class SavedStats(NamedTuple):
@@ -165,6 +190,14 @@ class SavedStats(NamedTuple):
     grad_logprobs: Tensor | None
     grad_entropy: Tensor | None
     grad_logsumexp: Tensor | None
+
+    def of_softmax(self) -> SoftmaxStats:
+        """Return the statistics."""
+        return SoftmaxStats(self.row_max, self.log_sum, self.entropy)
+
+    def slopes(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return the slopes."""
+        return self.grad_logprobs, self.grad_entropy, self.grad_logsumexp
 
 
 class Metrics(NamedTuple):

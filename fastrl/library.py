@@ -1,6 +1,7 @@
 """The registered operators: their `torch.library` schemas and fakes, shared by all backends.
 
-Every compiled backend implements them in a separate namespace. Groups of arguments come from the
+Every compiled backend implements them in a separate namespace; `fastrl/ops/_rows/operators.py` has
+those in Python, which loop over rows and call these. Groups of arguments come from the
 named tuples in `fastrl/contract.py`. The public functions in `fastrl.ops` pass per-token tensors as
 `[B, T]` and logits as `[B, T, V]` with any batch strides and vocabulary stride 1.
 """
@@ -21,7 +22,7 @@ from fastrl.contract import (
     RowArguments,
     RowStats,
     SavedStats,
-    TeacherScaling,
+    ScalingArguments,
 )
 
 _TYPES = {
@@ -30,65 +31,44 @@ _TYPES = {
     int: "int",
     float: "float",
     bool: "bool",
+    str: "str",
+    int | None: "int?",
+    torch.dtype | None: "ScalarType?",
+    list[int]: "int[]",
     Coefficients: "float[]",
 }
 
 
-def _declared(fields: type) -> str:
-    """Return the fields of a named tuple as arguments of a schema."""
-    hints = get_type_hints(fields)
-    return ", ".join(f"{_TYPES[hint]} {name}" for name, hint in hints.items())
+def declared(fields: type, prefix: str = "") -> str:
+    """Return the fields of a named tuple, and of those nested in it, as arguments of a schema."""
+    hints = {f"{prefix}{name}": hint for name, hint in get_type_hints(fields).items()}
+    return ", ".join(
+        f"{_TYPES[hint]} {name}" if hint in _TYPES else declared(hint, f"{name}_")
+        for name, hint in hints.items()
+    )
 
 
-_ROWS = _declared(RowArguments)
-_LOSS = f"{_declared(LossArguments)}, {_declared(ObjectiveArguments)}"
-_SAVED = _declared(SavedStats)
-_PARTS = "str vocab_group, int vocab_rank, int[] vocab_sizes, bool reduce_hidden_gradient"
-# The tokens that each of the rows [N] has kept: integers [M], [N + 1]; None: all tokens.
-_KEPT = "Tensor? kept_ids, Tensor? kept_offsets"
-_KEPT_ROWS = f"{_ROWS}, {_PARTS}, {_KEPT}, str backend"
+def define(qualified_name: str, schema: str) -> None:
+    """Register an operator."""
+    torch.library.define(qualified_name, schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+_ROWS = declared(RowArguments)
+_LOSS = f"{declared(LossArguments)}, {declared(ObjectiveArguments)}"
+_SAVED = declared(SavedStats)
 # Rows of logits and those of a teacher.
-_PAIR = f"Tensor teacher_logits, {_ROWS}, {_declared(TeacherScaling)}"
+_PAIR = f"Tensor teacher_logits, {_ROWS}, {declared(ScalingArguments, 'teacher_')}"
 _DIVERGENCE_BACKWARD = (
     f"{_PAIR}, {_SAVED}, Tensor teacher_row_max, Tensor teacher_log_sum, float beta, "
     "Tensor slope_mean, Tensor grad_divergence"
 )
-# Linear forms: hidden [N, H], per-token tensors and constants [N].
-_LINEAR = (
-    "Tensor hidden, Tensor weight, Tensor? bias, Tensor? lora_a, Tensor? lora_b, "
-    f"float lora_scale, {_ROWS}, int? chunk_tokens, bool compact, "
-    "str backend, ScalarType? operand_dtype, "
-    f"{_PARTS}, {_KEPT}"
-)
-# A teacher: hidden states [N, H] and a head, or logits, or the log-probabilities of tokens [N, K].
-_TEACHER = (
-    "Tensor? teacher_hidden, Tensor? teacher_weight, Tensor? teacher_bias, "
-    "Tensor? teacher_lora_a, Tensor? teacher_lora_b, float teacher_lora_scale, "
-    "Tensor? teacher_logits, Tensor? teacher_ids, Tensor? teacher_logprobs, bool has_tail, "
-    f"{_declared(TeacherScaling)}, ScalarType? teacher_operand_dtype, float beta"
-)
-_LINEAR = f"{_LINEAR}, {_TEACHER}"
-# Empty without a teacher. The last three are for the backward.
-_TEACHER_STATS = (
-    "Tensor divergence, Tensor teacher_entropy, Tensor agrees, Tensor slope_mean, "
-    "Tensor teacher_row_max, Tensor teacher_log_sum"
-)
-_TEACHER_SAVED = (
-    "Tensor? slope_mean, Tensor? teacher_row_max, Tensor? teacher_log_sum, Tensor? grad_divergence"
-)
-_COMPARED = f"Tensor {{}}logits, {_ROWS}, {_PARTS}, {_TEACHER}, str backend"
-_LINEAR_GRADIENTS = (
-    "(Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias, "
-    "Tensor grad_lora_a, Tensor grad_lora_b)"
-)
-
 # An in-place operator writes the gradient over the logits. With `narrow` the gradient of a row of
 # float32 logits, which starts at a multiple of 16 bytes and has stride_t elements, is bfloat16 in
 # the second half of the row's memory: elements stride_t to stride_t + V of bfloat16. GPUs only.
 _SCHEMAS = {
     "token_stats_fwd": (
         f"(Tensor logits, {_ROWS}, bool with_entropy, bool with_sum_sq_probs) -> "
-        f"({_declared(RowStats)})"
+        f"({declared(RowStats)})"
     ),
     "token_stats_bwd": f"(Tensor logits, {_ROWS}, {_SAVED}) -> Tensor",
     "token_stats_bwd_": f"(Tensor(a!) logits, {_ROWS}, {_SAVED}, bool narrow) -> ()",
@@ -105,7 +85,7 @@ _SCHEMAS = {
     # it would equal the mask (mask is bool and token_ids is None).
     "sequence_weights": (
         "(Tensor mask, Tensor? token_ids, int ignore_index, Tensor? cu_seqlens, "
-        f"{_declared(AggregationArguments)}) -> (Tensor weights, Tensor active)"
+        f"{declared(AggregationArguments)}) -> (Tensor weights, Tensor active)"
     ),
     "logits_policy_loss_fwd": (
         f"(Tensor logits, {_ROWS}, {_LOSS}) -> "
@@ -131,28 +111,6 @@ _SCHEMAS = {
     ),
     # gradient *= factor (one element), without memory traffic if the factor is 1.
     "scale_": "(Tensor(a!) gradient, Tensor factor) -> ()",
-    "linear_token_stats_fwd": f"({_LINEAR}) -> ({_declared(RowStats)}, {_TEACHER_STATS})",
-    "linear_token_stats_bwd": (
-        f"({_LINEAR}, {_SAVED}, {_TEACHER_SAVED}, bool[] needs) -> {_LINEAR_GRADIENTS}"
-    ),
-    # divergence_weights [N]: the factor of each divergence in the loss.
-    "linear_policy_loss_fwd": (
-        f"({_LINEAR}, {_LOSS}, Tensor? divergence_weights, bool[] needs, bool metrics) -> "
-        f"(Tensor logprobs, Tensor entropy, Tensor divergence, Tensor teacher_entropy, "
-        f"Tensor agrees, {_LINEAR_GRADIENTS[1:]}"
-    ),
-    # token_stats of rows that are compared with those of a teacher.
-    "compared_token_stats_fwd": (
-        f"({_COMPARED.format('')}) -> ({_declared(RowStats)}, {_TEACHER_STATS})"
-    ),
-    "compared_token_stats_bwd": (f"({_COMPARED.format('')}, {_SAVED}, {_TEACHER_SAVED}) -> Tensor"),
-    "compared_token_stats_bwd_": (
-        f"({_COMPARED.format('(a!) ')}, {_SAVED}, {_TEACHER_SAVED}) -> ()"
-    ),
-    # token_stats of rows, some of which have kept a part of the vocabulary.
-    "kept_token_stats_fwd": (f"(Tensor logits, {_KEPT_ROWS}) -> ({_declared(RowStats)})"),
-    "kept_token_stats_bwd": (f"(Tensor logits, {_KEPT_ROWS}, {_SAVED}) -> Tensor"),
-    "kept_token_stats_bwd_": (f"(Tensor(a!) logits, {_KEPT_ROWS}, {_SAVED}) -> ()"),
     # The ids [C, K] are those of rows of a matrix; one below 0 stands for no row.
     # out[c, k] += states[c] . matrix[ids[c, k]]
     "gathered_dots_": "(Tensor(a!) out, Tensor states, Tensor matrix, Tensor ids) -> ()",
@@ -172,16 +130,15 @@ _SCHEMAS = {
     # For tests: the formulas of csrc/objectives.h, elementwise in float64.
     "objective_eval": (
         "(Tensor logprobs, Tensor log_ratio, Tensor advantages, Tensor ref_minus_logprob, "
-        f"{_declared(ObjectiveArguments)}) -> "
+        f"{declared(ObjectiveArguments)}) -> "
         "(Tensor loss, Tensor slope, Tensor clip, Tensor kl, Tensor kl_slope)"
     ),
 }
 
 #: The namespace of each compiled backend. Operators in `_ONLY_ONCE` are registered only in the
-#: first one: those in Python take the backend of their chunks as an argument.
+#: first one.
 NAMESPACES = {"cpu": "fastrl", "triton": "fastrl_triton", "cuda": "fastrl_cuda"}
-IN_PYTHON = ("linear_", "kept_", "compared_")
-_ONLY_ONCE = (*IN_PYTHON, "cpu_", "has_", "huge_", "mixed_", "objective_eval")
+_ONLY_ONCE = ("cpu_", "has_", "huge_", "mixed_", "objective_eval")
 #: Operators that the CPU backend does not have.
 ONLY_ON_GPUS = ("scale_",)
 #: Operators that the CUDA backend takes from Triton on a GPU, and from the CPU backend elsewhere.
@@ -222,7 +179,7 @@ OPERATORS = tuple(_SCHEMAS)
 
 for _name, _schema in _SCHEMAS.items():
     for _qualified_name in qualified_names(_name):
-        torch.library.define(_qualified_name, _schema, tags=(torch.Tag.pt2_compliant_tag,))
+        define(_qualified_name, _schema)
 
 
 def arithmetic_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:

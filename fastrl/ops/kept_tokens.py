@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fastrl.checks import can_read, integer, on_device, saveable, tensor, whole
-from fastrl.ops._kept.rows import EVERYTHING, KeptArguments, KeptRows, check_offsets
+from fastrl.ops._arguments import ALL_TOKENS, KeptArguments
+from fastrl.ops._lens.kept import KeptRows, check_offsets
 
 
 class KeptTokens(NamedTuple):
@@ -23,7 +24,8 @@ class KeptTokens(NamedTuple):
     all other statistics of the sampler's distribution, as if the logits of all other tokens were
     -inf ("Keep Sampling Mask", DeepSeek-V3.2, arXiv 2512.02556). An empty set stands for the whole
     vocabulary. A row's own token counts as a member even if the set lacks it, as can happen by
-    rounding at the edge of top-p. Sets cannot be combined with a `Teacher`.
+    rounding at the edge of top-p. A `Teacher` of hidden states or logits is
+    normalized over the same sets; one of `Teacher.from_top_k` is refused.
 
     Attributes:
         token_ids: integers `[M]`, the sets of all rows one after another; no id twice in a set.
@@ -350,7 +352,7 @@ def _check_fields(kept: KeptTokens, name: str) -> None:
 def kept_arguments(kept: object, token_ids: Tensor) -> KeptArguments:
     """Check the types and shapes of `kept` for rows with these tokens, but not its values."""
     if kept is None:
-        return EVERYTHING
+        return ALL_TOKENS
     if not isinstance(kept, KeptTokens):
         raise TypeError(f"kept must be KeptTokens or None, got {type(kept).__name__}")
     _check_fields(kept, "kept")

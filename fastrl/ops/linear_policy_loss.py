@@ -9,29 +9,15 @@ from fastrl.backend import Backend
 from fastrl.checks import flag, tensor
 from fastrl.objective import Objective, TokenLoss, as_objective
 from fastrl.objective.presets import Preset
-from fastrl.ops._autograd.known_gradient import with_gradients
-from fastrl.ops._linear.call import LinearCall
-from fastrl.ops._linear.inputs import (
-    ChunkOptions,
-    LinearInputs,
-    checked_inputs,
-    chunk_options,
-    linear_inputs,
-)
-from fastrl.ops._linear.passes import linear_loss_pass
-from fastrl.ops._loss.inputs import LossInputs, loss_inputs, unsupported_reason
-from fastrl.ops._loss.slopes import TokenSlopes, flat_arguments
-from fastrl.ops._loss.teacher_term import (
-    Compared,
-    add_divergence,
-    divergence_weights,
-    without_gradient,
-)
+from fastrl.ops._loss.inputs import loss_inputs, unsupported_reason
 from fastrl.ops._loss.term_weights import Normalizer
+from fastrl.ops._rows.autograd import differentiable_stats
+from fastrl.ops._rows.hidden_inputs import checked_inputs, chunk_options, hidden_inputs
+from fastrl.ops._rows.losses import loss_in_one_pass, loss_of_stats
 from fastrl.ops._vocabulary_parts.agreement import ranks_agree
 from fastrl.ops.kept_tokens import KeptTokens
-from fastrl.ops.linear_token_stats import Lora, stats_of_hidden
-from fastrl.ops.policy_loss import PolicyLoss, loss_of_logprobs, policy_loss_result
+from fastrl.ops.linear_token_stats import Lora
+from fastrl.ops.policy_loss import PolicyLoss
 from fastrl.ops.teacher import Teacher
 from fastrl.tracing import is_traced
 
@@ -74,9 +60,9 @@ def linear_policy_loss(
     `linear_token_stats` the log-probabilities and entropies. Logits exist for a chunk of rows at a
     time, as in Liger (arXiv 2410.10989). At token level, the loss and all gradients take one pass
     over the chunks: 6NHV floating-point operations, 4NHV with a frozen head, 2NHV without
-    gradients. Masked rows are left out of all GEMMs. Rows with advantage or weight 0, and on a CPU
-    clipped rows, are left out of the GEMMs for gradients. `linear_token_logprobs` states the
-    precision of the GEMMs.
+    gradients. Masked rows are left out of all GEMMs. Rows with advantage or weight 0 are left out
+    of the GEMMs for gradients, and on a CPU clipped rows, too, unless there is a teacher or the
+    vocabulary is split. `linear_token_logprobs` states the precision of the GEMMs.
 
     The backward leaves the gradients as they are if the upstream factor is 1. Any other factor, a
     compiled graph or a retained graph costs another read and write of the gradients, so pass a
@@ -192,81 +178,11 @@ def linear_policy_loss(
         teacher=checked.teacher,
     )
     flag("metrics", metrics)
-    linear = linear_inputs(checked, options.backend, vocab_group)
+    rows = hidden_inputs(checked, options, vocab_group)
     # a trace would record the loop over chunks with the row order of this call
-    unrolled = callable(chosen.surrogate) and is_traced(linear.hidden)
+    unrolled = callable(chosen.surrogate) and is_traced(checked.hidden)
     if inputs.tokenwise() and not unrolled:
-        result = _one_pass(linear, inputs, options, token_ids.shape, metrics=metrics)
-    else:
-        shape = inputs.masks.active.shape
-        logprobs, entropy, *_, divergence, teacher_entropy, agrees = stats_of_hidden(
-            linear, options
-        )
-        compared = None
-        if linear.teacher.given():
-            compared = Compared(
-                *(values.reshape(shape) for values in (divergence, teacher_entropy, agrees))
-            )
-        result = loss_of_logprobs(
-            logprobs.reshape(shape), entropy.reshape(shape), inputs, token_ids.shape, compared
-        )
+        return loss_in_one_pass(rows, inputs, token_ids.shape, metrics=metrics)
+    stats = differentiable_stats(rows, *rows.source.trainable())
+    result = loss_of_stats(stats, inputs, token_ids.shape)
     return result if metrics else result._replace(metrics={})
-
-
-def _one_pass(
-    linear: LinearInputs,
-    inputs: LossInputs,
-    options: ChunkOptions,
-    shape: torch.Size,
-    *,
-    metrics: bool,
-) -> PolicyLoss:
-    hidden, rows, head, parts, kept, teacher = linear
-    tensors = (hidden, *head.parameters())
-    differentiable = torch.is_grad_enabled()
-    needs = [differentiable and x is not None and x.requires_grad for x in tensors]
-    objective = inputs.objective
-    constants = inputs.masked_arguments(inputs.arguments.advantages, None)  # reads neither
-    active = inputs.masks.active
-    flat = flat_arguments(constants, active)
-    function = objective.surrogate if callable(objective.surrogate) else None
-    slopes = TokenSlopes(active.reshape(-1), flat, objective.arguments, function, inputs.backend)
-    weights = None
-    if teacher.given():
-        weights = divergence_weights(objective, constants, active)
-    flat_weights = None if weights is None else weights.reshape(-1)
-    if function is not None:
-        call = LinearCall(*tensors, head.lora_scale, rows, *options, parts, kept, teacher)
-        outputs = linear_loss_pass(call, slopes, flat_weights, needs, metrics=metrics)
-    else:
-        outputs = torch.ops.fastrl.linear_policy_loss_fwd(
-            *(None if x is None else x.detach() for x in tensors),
-            head.lora_scale,
-            *rows,
-            *options,
-            *parts,
-            *kept,
-            *teacher.flat(),
-            *flat,
-            *objective.arguments.flat(),
-            flat_weights,
-            needs,
-            metrics,
-        )
-    logprobs, entropy, *rest = outputs
-    compared, grads = rest[:3], rest[3:]
-    logprobs, entropy = logprobs.reshape(active.shape), entropy.reshape(active.shape)
-    if not metrics:  # rows of weight 0 were not projected, and 0 times their loss could be NaN
-        projected = slopes.weighted().reshape(active.shape)
-        projected = active & (projected if weights is None else projected | (weights != 0))
-        inputs = inputs._replace(masks=inputs.masks._replace(active=projected))
-    loss, slope, entropy_slope, values = inputs.evaluate(logprobs, entropy, constants)
-    if weights is not None:
-        of_rows = Compared(*(x.reshape(active.shape) for x in compared))
-        active, still = inputs.masks.active, without_gradient(slope, entropy_slope)
-        loss, values = add_divergence(loss, values, of_rows, weights, active, still, objective)
-    if any(needs):
-        pairs = zip(tensors, grads, needs, strict=True)
-        given = [(x, grad if need else None) for x, grad, need in pairs]
-        loss = with_gradients(loss, given, options.backend)
-    return policy_loss_result(loss, values, logprobs, entropy, inputs, shape)

@@ -3,35 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from fastrl.backend import Backend
-from fastrl.contract import RowArguments, RowStats
-from fastrl.ops._autograd.first_derivative import first_derivative_only
-from fastrl.ops._autograd.saved_tensors import save, saved
-from fastrl.ops._kept.rows import KeptArguments
-from fastrl.ops._linear.inputs import (
-    ChunkOptions,
-    LinearInputs,
-    checked_inputs,
-    chunk_options,
-    linear_inputs,
-)
-from fastrl.ops._row_stats import (
-    TokenStats,
-    checked_outputs,
-    public_stats,
-    slopes_of,
-    token_stats_result,
-    without_gradient,
-)
-from fastrl.ops._teacher.arguments import TeacherArguments
-from fastrl.ops._teacher.rows import TeacherStats
+from fastrl.ops._rows.autograd import differentiable_stats
+from fastrl.ops._rows.hidden_inputs import checked_inputs, chunk_options, hidden_inputs
+from fastrl.ops._rows.statistics import TokenStats, checked_outputs, requested
 from fastrl.ops._vocabulary_parts.agreement import ranks_agree
-from fastrl.ops._vocabulary_parts.parts import VocabularyParts
 from fastrl.ops.kept_tokens import KeptTokens
 from fastrl.ops.teacher import Teacher
 
@@ -227,82 +208,12 @@ def linear_token_stats(
         teacher,
     )
     options = chunk_options(chunk_tokens, compact, backend, checked)
-    inputs = linear_inputs(checked, options.backend, vocab_group)
-    stats = stats_of_hidden(inputs, options)
-    return token_stats_result(stats, outputs, token_ids.shape)
-
-
-def stats_of_hidden(inputs: LinearInputs, options: ChunkOptions) -> tuple[Tensor, ...]:
-    """Return the fields of `TokenStats`, `[N]` and differentiable; a teacher's may be empty."""
-    hidden, rows, head, parts, kept, teacher = inputs
-    return cast(
-        "tuple[Tensor, ...]",
-        _LinearTokenStats.apply(  # type: ignore[no-untyped-call]
-            hidden, *head.parameters(), head.lora_scale, rows, options, parts, kept, teacher
-        ),
+    inputs = hidden_inputs(
+        checked,
+        options,
+        vocab_group,
+        with_entropy="entropy" in outputs,
+        with_sum_sq_probs="sum_sq_probs" in outputs,
     )
-
-
-class _LinearTokenStats(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        lora_a: Tensor | None,
-        lora_b: Tensor | None,
-        lora_scale: float,
-        rows: RowArguments,
-        options: ChunkOptions,
-        parts: VocabularyParts,
-        kept: KeptArguments,
-        teacher: TeacherArguments,
-    ) -> tuple[Tensor, ...]:
-        parameters = (hidden, weight, bias, lora_a, lora_b)
-        outputs = torch.ops.fastrl.linear_token_stats_fwd(
-            *parameters, lora_scale, *rows, *options, *parts, *kept, *teacher.flat()
-        )
-        stats = RowStats._make(outputs[: len(RowStats._fields)])
-        compared = TeacherStats._make(outputs[len(RowStats._fields) :])
-        row_tensors = (rows.token_ids, rows.mask, rows.temperatures)
-        of_stats = (stats.row_max, stats.log_sum, stats.entropy, *compared.saved())
-        save(ctx, *parameters, *row_tensors, *kept, *of_stats, *teacher.tensors())
-        ctx.teacher = teacher.with_tensors([None] * len(teacher.tensors()))
-        ctx.rows = rows._replace(token_ids=None, mask=None, temperatures=None)  # type: ignore[arg-type]
-        ctx.lora_scale, ctx.options, ctx.parts = lora_scale, options, parts
-        ctx.mark_non_differentiable(*without_gradient(stats), *compared.without_gradient())
-        ctx.set_materialize_grads(False)
-        return (*public_stats(stats), *compared.public())
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        tensors = saved(ctx)
-        parameters, (token_ids, mask, temperatures) = tensors[:5], tensors[5:8]
-        kept, (row_max, log_sum, entropy), compared = tensors[8:10], tensors[10:13], tensors[13:16]
-        teacher = ctx.teacher.with_tensors(tensors[16:])
-        *of_row, grad_divergence, _, _ = grads
-        rows = ctx.rows._replace(token_ids=token_ids, mask=mask, temperatures=temperatures)
-        needs = list(ctx.needs_input_grad[:5])
-        grads_out = torch.ops.fastrl.linear_token_stats_bwd(
-            *parameters,
-            ctx.lora_scale,
-            *rows,
-            *ctx.options,
-            *ctx.parts,
-            *kept,
-            *teacher.flat(),
-            row_max,
-            log_sum,
-            entropy,
-            *slopes_of(of_row),
-            *compared,
-            grad_divergence if teacher.given() else None,
-            needs,
-        )
-        outputs = zip(grads_out, parameters, needs, strict=True)
-        return (
-            *(grad.to(x.dtype) if need else None for grad, x, need in outputs),
-            *([None] * 6),
-        )
+    stats = differentiable_stats(inputs, *inputs.source.trainable())
+    return requested(stats, outputs, token_ids.shape)

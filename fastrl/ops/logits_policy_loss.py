@@ -17,16 +17,25 @@ from fastrl.ops._autograd.known_gradient import (
     with_gradients,
 )
 from fastrl.ops._loss.inputs import LossInputs, loss_inputs, unsupported_reason
-from fastrl.ops._loss.teacher_term import Compared
 from fastrl.ops._loss.term_weights import Normalizer
-from fastrl.ops._rows import as_rows, refuse_unsafe_inplace
-from fastrl.ops._teacher.logits import refuse_shared_memory
+from fastrl.ops._row_checks import as_rows, refuse_unsafe_inplace
+from fastrl.ops._rows.given_inputs import (
+    given_inputs,
+    parts_of_logits,
+    split_logits,
+    stats_of_logits,
+    with_unit_vocabulary_stride,
+)
+from fastrl.ops._rows.losses import loss_in_one_pass, loss_of_stats
 from fastrl.ops._vocabulary_parts.agreement import ranks_agree
-from fastrl.ops._vocabulary_parts.logits import parts_of_logits, split_logits
 from fastrl.ops.kept_tokens import KeptTokens, kept_arguments
-from fastrl.ops.policy_loss import PolicyLoss, loss_of_logprobs, policy_loss_result
-from fastrl.ops.teacher import Teacher, teacher_arguments, with_operand_dtype
-from fastrl.ops.token_stats import stats_of_rows, with_unit_vocabulary_stride
+from fastrl.ops.policy_loss import PolicyLoss, policy_loss_result
+from fastrl.ops.teacher import (
+    Teacher,
+    refuse_shared_memory,
+    teacher_arguments,
+    with_operand_dtype,
+)
 from fastrl.tracing import refuse_transforms
 
 
@@ -59,10 +68,11 @@ def logits_policy_loss(
     """Return `policy_loss` of the log-probabilities of tokens under logits.
 
     `policy_loss` (PPO, arXiv 1707.06347, and its variants) defines the loss, and `token_stats` the
-    log-probabilities and entropies. The only other tensor of the size of the logits is their
-    gradient. For objectives at token level each row is read once, and its gradient is written once,
-    while the row is still in cache. With c_t = dL/dlogprob_t and z = softcap(logit_scale * logits)
-    / temperature:
+    log-probabilities and entropies. The only other tensors of the size of the logits are their
+    gradient and, with `kept`, a copy of the kept columns. For objectives at token level each row is
+    read once, and its gradient is written once, while the row is still in cache; a teacher or a
+    split vocabulary takes more reads. With c_t = dL/dlogprob_t and
+    z = softcap(logit_scale * logits) / temperature:
 
         dL/dz_j = c_t ([j = y] - p_j) + entropy_coef w_t p_j (log p_j + H)
 
@@ -104,14 +114,13 @@ def logits_policy_loss(
         inplace: let the gradient overwrite the logits, which saves a tensor of their size. The
             logits cannot be used afterwards: a gradient through another use raises. The reference
             backend never overwrites them.
-        kept: the tokens from which each token was sampled, or None; see `KeptTokens`. The gradient
-            is then written in the backward.
+        kept: the tokens from which each token was sampled, or None; see `KeptTokens`. Only their
+            logits are read, and the gradient of the others is 0.
         teacher: the distributions to compare with, or None; see `Teacher`. It is the teacher of
-            `objective.teacher_coef`, or the reference policy of `kl_estimator="exact"`. The
-            gradient is then written in the backward.
+            `objective.teacher_coef`, or the reference policy of `kl_estimator="exact"`.
         vocab_group: the ranks over which the vocabulary is split, or None. The logits are then this
-            rank's columns; see `token_logprobs`. The logits are read twice, for the statistics and,
-            in the backward, for the gradient; in between the ranks exchange a few numbers per row.
+            rank's columns; see `token_logprobs`. The logits are read twice, for the statistics and
+            for the gradient; in between the ranks exchange a few numbers per row.
         backend: `auto`, or the backend to use. A function as objective needs `auto` or `reference`:
             PyTorch evaluates it, on log-probabilities from the fastest backend.
 
@@ -146,9 +155,7 @@ def logits_policy_loss(
         vocabulary=None if agreement is None else 1,
     )
     sets = kept_arguments(kept, rows.token_ids)
-    of_teacher = teacher_arguments(
-        teacher, rows, padded, logits.shape[-1], agreement, kept, flat=False
-    )
+    checked_teacher = teacher_arguments(teacher, rows, padded, logits.shape[-1], agreement, kept)
     chosen = as_objective(objective)
     unsupported = unsupported_reason(chosen)
     row_backend = resolve(backend, logits.device, logits.dtype, unsupported, partial=True)
@@ -169,29 +176,36 @@ def logits_policy_loss(
         backend="reference" if unsupported else row_backend,
         token_ids=rows.token_ids,
         ignore_index=rows.ignore_index,
-        teacher=of_teacher,
+        teacher=checked_teacher,
     )
-    rows = rows._replace(mask=inputs.masks.active)
+    rows = rows._replace(mask=inputs.active)
     if flag("inplace", inplace):
         refuse_unsafe_inplace("inplace", logits)
-        refuse_shared_memory(padded, of_teacher)
+        refuse_shared_memory(padded, checked_teacher)
     parts = parts_of_logits(padded, rows, agreement, row_backend)
-    whole = kept is None and teacher is None and not parts.split()
-    if row_backend != "reference" and whole and _in_one_pass(logits, inputs):
-        return _one_pass(logits, padded, rows, inplace=inplace, inputs=inputs)
-    logprobs, entropy, *others = stats_of_rows(
+    checked_teacher = with_operand_dtype(checked_teacher, row_backend)
+    if row_backend != "reference" and _in_one_pass(logits, inputs):
+        if kept is None and teacher is None and not parts.split():
+            return _in_one_kernel(logits, padded, rows, inplace=inplace, inputs=inputs)
+        call = given_inputs(
+            padded, rows, parts, row_backend, with_entropy=True, kept=sets, teacher=checked_teacher
+        )
+        # another layout is copied, and a compiled graph never writes in place
+        in_place = inplace and call.source.logits is padded and not torch.compiler.is_compiling()
+        overwritten = logits if in_place else None
+        return loss_in_one_pass(call, inputs, token_ids.shape, overwritten=overwritten)
+    stats = stats_of_logits(
         padded,
         rows,
         parts,
         row_backend,
         with_entropy=True,
         kept=sets,
-        inplace_backward=inplace,
+        teacher=checked_teacher,
+        overwrite=inplace,
         save_probs=True,
-        teacher=with_operand_dtype(of_teacher, row_backend),
     )
-    compared = Compared(*others[-3:]) if of_teacher.given() else None
-    return loss_of_logprobs(logprobs, entropy, inputs, token_ids.shape, compared)
+    return loss_of_stats(stats, inputs, token_ids.shape)
 
 
 def _in_one_pass(logits: Tensor, inputs: LossInputs) -> bool:
@@ -206,11 +220,11 @@ def _in_one_pass(logits: Tensor, inputs: LossInputs) -> bool:
     )
 
 
-def _one_pass(
+def _in_one_kernel(
     original: Tensor, padded: Tensor, rows: RowArguments, *, inplace: bool, inputs: LossInputs
 ) -> PolicyLoss:
     logits = with_unit_vocabulary_stride(padded)
-    constants = inputs.masked_arguments(inputs.arguments.advantages, None)  # reads neither
+    constants = inputs.corrected_arguments(inputs.arguments.advantages, None)  # reads neither
     arguments = (*rows, *constants, *inputs.objective.arguments.flat())
     run = operators(inputs.backend)
     if inplace and logits is padded and not torch.compiler.is_compiling():

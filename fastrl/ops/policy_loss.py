@@ -10,16 +10,12 @@ from torch import Tensor
 
 from fastrl.backend import Backend, resolve
 from fastrl.checks import per_token, refuse_no_logprobs, unread_mask
+from fastrl.contract import TeacherStats
 from fastrl.objective import Objective, TokenLoss, as_objective
 from fastrl.objective.presets import Preset
 from fastrl.ops._autograd.known_gradient import with_gradients
 from fastrl.ops._loss.inputs import LossInputs, loss_inputs, unsupported_reason
-from fastrl.ops._loss.teacher_term import (
-    Compared,
-    add_divergence,
-    divergence_weights,
-    without_gradient,
-)
+from fastrl.ops._loss.teacher_term import add_divergence, divergence_weights, without_gradient
 from fastrl.ops._loss.term_weights import Normalizer
 from fastrl.ops.metrics import LossMetrics
 from fastrl.tracing import refuse_transforms
@@ -162,7 +158,7 @@ def policy_loss(
     if entropy is None and chosen.top_entropy_quantile < 1:
         raise ValueError("entropy is needed when objective.top_entropy_quantile is below 1")
     padded = inputs.padded("logprobs", tokens, tokens)
-    refuse_no_logprobs("logprobs", padded.detach(), inputs.masks.active)
+    refuse_no_logprobs("logprobs", padded.detach(), inputs.active)
     padded_entropy = None if entropy is None else inputs.padded("entropy", entropy, tokens)
     return loss_of_logprobs(padded, padded_entropy, inputs, tokens.shape)
 
@@ -172,17 +168,17 @@ def loss_of_logprobs(
     entropy: Tensor | None,
     inputs: LossInputs,
     shape: torch.Size,
-    compared: Compared | None = None,
+    compared: TeacherStats | None = None,
 ) -> PolicyLoss:
     """Return the differentiable loss of `[B, T]` log-probabilities, the results in `shape`."""
     detached = logprobs.detach()
     detached_entropy = None if entropy is None else entropy.detach()
-    arguments = inputs.masked_arguments(detached, detached_entropy)
+    arguments = inputs.corrected_arguments(detached, detached_entropy)
     loss, slope, entropy_slope, metrics = inputs.evaluate(detached, detached_entropy, arguments)
     if torch.is_grad_enabled():
         loss = with_gradients(loss, [(logprobs, slope), (entropy, entropy_slope)], inputs.backend)
     if compared is not None:
-        active, objective = inputs.masks.active, inputs.objective
+        active, objective = inputs.active, inputs.objective
         weights = divergence_weights(objective, arguments, active)
         still = without_gradient(slope, entropy_slope)
         loss, metrics = add_divergence(loss, metrics, compared, weights, active, still, objective)

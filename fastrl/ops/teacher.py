@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from fastrl.checks import flag, floating, integer, number, on_device
-from fastrl.contract import RowArguments, TeacherScaling
-from fastrl.ops._linear.head import as_head
-from fastrl.ops._linear.tensor_cores import gemm_dtype
-from fastrl.ops._rows import as_rows
-from fastrl.ops._teacher.arguments import NOBODY, TeacherArguments, can_be_flat
+from fastrl.contract import RowArguments
+from fastrl.ops._arguments import NO_SOURCE, NO_TEACHER, Source, TeacherArguments, each_tensor
+from fastrl.ops._head.head import as_head
+from fastrl.ops._head.tensor_cores import gemm_dtype
+from fastrl.ops._row_checks import as_rows
 from fastrl.ops._vocabulary_parts.agreement import Agreement
 from fastrl.ops._vocabulary_parts.parts import group_of, local_part
 
@@ -38,6 +38,9 @@ class Teacher(NamedTuple):
     infinite forward KL has the gradient q - p at all tokens that the student does not exclude by
     -inf; an infinite reverse KL has no finite gradient, and its row gets none. Exclude padded
     columns of the teacher from the student, too.
+
+    With `KeptTokens`, p and q are both normalized over the kept tokens of a row. A teacher of
+    `from_top_k` is then refused: its probabilities of the other kept tokens are unknown.
 
     Construct a teacher with `from_hidden`, `from_logits` or `from_top_k`. Its fields are checked by
     the functions that take it; their TypeError or ValueError names the field.
@@ -216,23 +219,15 @@ def teacher_arguments(
     vocabulary: int,
     agreement: Agreement | None,
     kept: object = None,
-    *,
-    flat: bool,
 ) -> TeacherArguments:
     """Check a teacher for rows `[B, T]` of these logits or hidden states; None is no teacher.
 
-    `vocabulary` is the size of this rank's part. The result has rows `[N]` if `flat`, as the linear
-    forms take them.
+    `vocabulary` is the size of this rank's part.
     """
     if teacher is None:
-        return NOBODY
+        return NO_TEACHER
     if not isinstance(teacher, Teacher):
         raise TypeError(f"teacher must be a Teacher or None, got {type(teacher).__name__}")
-    if kept is not None:
-        raise ValueError(
-            "kept must be None with a teacher: the student is normalized over its kept tokens, "
-            "the teacher over the whole vocabulary"
-        )
     came = [name for name in Teacher._fields[:7] if getattr(teacher, name) is not None]
     optional = ("bias", "lora") if teacher.weight is not None else ()
     if [name for name in came if name not in optional] not in _KINDS:
@@ -243,9 +238,14 @@ def teacher_arguments(
         )
     beta = number("teacher.beta", teacher.beta, low=0.0, high=1.0)
     known = flag("teacher.has_tail", teacher.has_tail)
-    result = NOBODY._replace(beta=beta, has_tail=known)
+    result = NO_TEACHER._replace(beta=beta, has_tail=known)
     packed = inputs.shape[0] == 1 and rows.token_ids.shape[0] == 1
     if teacher.logprobs is not None:
+        if kept is not None:
+            raise ValueError(
+                "kept must be None with a teacher of some tokens: its probabilities of the other "
+                "kept tokens, over which both distributions are normalized, are unknown"
+            )
         return _of_top_k(teacher, result, rows)
     name = "hidden" if teacher.logits is None else "logits"
     given = teacher.hidden if teacher.logits is None else teacher.logits
@@ -274,20 +274,10 @@ def teacher_arguments(
         )
     except (TypeError, ValueError) as error:
         raise type(error)(f"teacher.{error}") from None
-    temperatures = scaled.temperatures
-    if temperatures is not None:
-        real = torch.float64 if inputs.dtype == torch.float64 else torch.float32
-        temperatures = temperatures.to(real)
-        temperatures = temperatures.reshape(-1) if flat else temperatures
-    scaling = TeacherScaling(
-        temperatures, scaled.temperature, scaled.logit_scale, scaled.logit_softcap
-    )
-    result = result._replace(scaling=scaling)
+    real = torch.float64 if inputs.dtype == torch.float64 else torch.float32
+    result = result._replace(scaling=each_tensor(lambda x: x.to(real), scaled.scaling()))
     if teacher.logits is not None:
-        logits = padded.detach()
-        if flat and can_be_flat(logits):
-            logits = logits.reshape(-1, vocabulary)
-        return result._replace(teacher_logits=logits)
+        return result._replace(source=NO_SOURCE._replace(logits=padded.detach()))
     group = None if agreement is None else agreement.group
     try:
         head = as_head(given.detach(), teacher.weight, teacher.bias, teacher.lora, group)
@@ -299,23 +289,42 @@ def teacher_arguments(
             f"teacher.weight must have {vocabulary} rows like the student's head, got "
             f"{head.vocabulary}: {way}"
         )
-    weight, bias, lora_a, lora_b = (None if x is None else x.detach() for x in head.parameters())
-    return result._replace(
-        teacher_hidden=padded.detach().reshape(-1, padded.shape[-1]),
-        teacher_weight=weight,
-        teacher_bias=bias,
-        teacher_lora_a=lora_a,
-        teacher_lora_b=lora_b,
-        teacher_lora_scale=head.lora_scale,
-    )
+    hidden = padded.reshape(-1, padded.shape[-1])
+    source = Source(None, hidden, *head.parameters(), head.lora_scale, None)
+    constants = [None if x is None else x.detach() for x in source.trainable()]
+    return result._replace(source=source.with_trainable(constants))
 
 
-def with_operand_dtype(arguments: TeacherArguments, backend: str) -> TeacherArguments:
+def with_operand_dtype(teacher: TeacherArguments, backend: str) -> TeacherArguments:
     """Return the teacher with the dtype in which this backend multiplies its head."""
-    hidden, weight = arguments.teacher_hidden, arguments.teacher_weight
-    if hidden is None or weight is None:
-        return arguments
-    return arguments._replace(teacher_operand_dtype=gemm_dtype(hidden, weight, backend))
+    source = teacher.source
+    if source.hidden is None or source.weight is None:
+        return teacher
+    dtype = gemm_dtype(source.hidden, source.weight, backend)
+    return teacher._replace(source=source._replace(operand_dtype=dtype))
+
+
+def refuse_shared_memory(logits: Tensor, teacher: TeacherArguments) -> None:
+    """Raise if the gradient of a row would overwrite teacher logits of another row."""
+    given = teacher.source.logits
+    if given is None or torch.compiler.is_compiling():
+        return
+    if logits.stride(-1) != 1 and logits.shape[-1] > 1:  # the gradient overwrites a copy
+        return
+    if given.untyped_storage().data_ptr() != logits.untyped_storage().data_ptr():
+        return
+    pair = (logits, given)
+    same = [(x.data_ptr(), x.dtype, x.shape, x.stride()) for x in pair]
+    ends = []
+    for x in pair:
+        spans = ((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+        ends.append(x.data_ptr() + (sum(spans) + 1) * x.element_size())
+    apart = ends[0] <= given.data_ptr() or ends[1] <= logits.data_ptr()
+    if same[0] != same[1] and logits.numel() and not apart:
+        raise ValueError(
+            "teacher.logits must not share memory with other rows of the logits, which their "
+            "gradient overwrites: clone them, or leave the gradient its own memory"
+        )
 
 
 def _of_top_k(teacher: Teacher, result: TeacherArguments, rows: RowArguments) -> TeacherArguments:
@@ -338,4 +347,4 @@ def _of_top_k(teacher: Teacher, result: TeacherArguments, rows: RowArguments) ->
         )
     flat = ids.reshape(-1, ids.shape[-1]).to(torch.int64).contiguous()
     of_tokens = logprobs.detach().reshape(flat.shape).contiguous()
-    return result._replace(teacher_ids=flat, teacher_logprobs=of_tokens)
+    return result._replace(token_ids=flat, logprobs=of_tokens)

@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from fastrl import reference
 from fastrl.backend import Backend, resolve
 from fastrl.checks import flag
-from fastrl.contract import RowArguments, RowStats
-from fastrl.library import called, operators
-from fastrl.ops._autograd.first_derivative import first_derivative_only
-from fastrl.ops._kept.logits import kept_token_stats
-from fastrl.ops._kept.rows import EVERYTHING, KeptArguments, check_kept
-from fastrl.ops._reference_stats import reference_stats
-from fastrl.ops._row_stats import TokenStats as TokenStats
-from fastrl.ops._row_stats import (
-    checked_outputs,
-    public_stats,
-    slopes_of,
-    token_stats_result,
-    without_gradient,
-)
-from fastrl.ops._rows import active_rows, as_rows, refuse_unsafe_inplace
-from fastrl.ops._teacher.arguments import NOBODY, TeacherArguments
-from fastrl.ops._teacher.logits import compared_token_stats, refuse_shared_memory
+from fastrl.ops._row_checks import as_rows, refuse_unsafe_inplace
+from fastrl.ops._rows.given_inputs import parts_of_logits, split_logits, stats_of_logits
+from fastrl.ops._rows.statistics import TokenStats as TokenStats
+from fastrl.ops._rows.statistics import checked_outputs, requested
 from fastrl.ops._vocabulary_parts.agreement import ranks_agree
-from fastrl.ops._vocabulary_parts.logits import parts_of_logits, split_logits, stats_of_part
-from fastrl.ops._vocabulary_parts.parts import VocabularyParts
 from fastrl.ops.kept_tokens import KeptTokens, kept_arguments
-from fastrl.ops.teacher import Teacher, teacher_arguments, with_operand_dtype
-from fastrl.tracing import refuse_transforms
+from fastrl.ops.teacher import (
+    Teacher,
+    refuse_shared_memory,
+    teacher_arguments,
+    with_operand_dtype,
+)
 
 
 @ranks_agree
@@ -197,140 +185,20 @@ def token_stats(
     if flag("inplace_backward", inplace_backward):
         refuse_unsafe_inplace("inplace_backward", logits)
     sets = kept_arguments(kept, rows.token_ids)
-    of_teacher = teacher_arguments(
-        teacher, rows, padded, logits.shape[-1], agreement, kept, flat=False
-    )
+    checked_teacher = teacher_arguments(teacher, rows, padded, logits.shape[-1], agreement, kept)
     if inplace_backward:
-        refuse_shared_memory(padded, of_teacher)
+        refuse_shared_memory(padded, checked_teacher)
     chosen = resolve(backend, logits.device, logits.dtype)
     parts = parts_of_logits(padded, rows, agreement, chosen)
-    stats = stats_of_rows(
+    stats = stats_of_logits(
         padded,
         rows,
         parts,
         chosen,
         with_entropy="entropy" in outputs,
-        kept=sets,
         with_sum_sq_probs="sum_sq_probs" in outputs,
-        inplace_backward=inplace_backward,
-        teacher=with_operand_dtype(of_teacher, chosen),
+        kept=sets,
+        teacher=with_operand_dtype(checked_teacher, chosen),
+        overwrite=inplace_backward,
     )
-    return token_stats_result(stats, outputs, token_ids.shape)
-
-
-def stats_of_rows(
-    logits: Tensor,
-    rows: RowArguments,
-    parts: VocabularyParts,
-    backend: str,
-    *,
-    with_entropy: bool,
-    kept: KeptArguments = EVERYTHING,
-    with_sum_sq_probs: bool = False,
-    inplace_backward: bool = False,
-    teacher: TeacherArguments = NOBODY,
-    save_probs: bool = False,
-) -> tuple[Tensor, ...]:
-    """Return the fields of `TokenStats`, `[B, T]` and differentiable; a teacher's come last.
-
-    `save_probs` is for the reference backend: see `reference_stats`.
-    """
-    if teacher.given():
-        vocabulary = sum(parts.sizes) if parts.split() else logits.shape[-1]
-        rows = rows._replace(mask=active_rows(rows, vocabulary))
-        logits = with_unit_vocabulary_stride(logits)
-        return compared_token_stats(
-            logits, rows, teacher, parts, backend, inplace_backward=inplace_backward
-        )
-    if kept.kept_ids is not None and kept.kept_offsets is not None:
-        vocabulary = sum(parts.sizes) if parts.split() else logits.shape[-1]
-        active = active_rows(rows, vocabulary)
-        rows = rows._replace(mask=active)
-        if backend != "reference":
-            logits = with_unit_vocabulary_stride(logits)
-            return kept_token_stats(
-                logits, rows, kept, parts, backend, inplace_backward=inplace_backward
-            )
-        check_kept(kept, active.reshape(-1), vocabulary)  # as the operator does
-        start = parts.start() if parts.split() else 0
-        logits = reference.kept_logits(
-            logits, rows.token_ids, kept.kept_ids, kept.kept_offsets, start
-        )
-    if parts.split():
-        return stats_of_part(
-            with_unit_vocabulary_stride(logits),
-            rows,
-            parts,
-            backend,
-            with_entropy=with_entropy,
-            with_sum_sq_probs=with_sum_sq_probs,
-            inplace_backward=inplace_backward,
-        )
-    if backend == "reference":
-        return reference_stats(
-            logits,
-            rows._replace(mask=active_rows(rows, logits.shape[-1])),
-            with_entropy=with_entropy,
-            with_sum_sq_probs=with_sum_sq_probs,
-            save_probs=save_probs,
-        )
-    refuse_transforms(f"token_stats on the {backend} backend")
-    return cast(
-        "tuple[Tensor, ...]",
-        _TokenStats.apply(  # type: ignore[no-untyped-call]
-            with_unit_vocabulary_stride(logits),
-            rows,
-            with_entropy,
-            with_sum_sq_probs,
-            inplace_backward,
-            backend,
-        ),
-    )
-
-
-def with_unit_vocabulary_stride(logits: Tensor) -> Tensor:
-    """Return logits with stride 1 in the vocabulary, copied if necessary."""
-    strided = logits.stride(-1) != 1 and logits.shape[-1] > 1
-    return logits.contiguous() if strided else logits
-
-
-class _TokenStats(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        rows: RowArguments,
-        with_entropy: bool,
-        with_sum_sq_probs: bool,
-        inplace_backward: bool,
-        backend: str,
-    ) -> tuple[Tensor, ...]:
-        stats = RowStats._make(
-            called(
-                operators(backend).token_stats_fwd, logits, *rows, with_entropy, with_sum_sq_probs
-            )
-        )
-        row_tensors = (rows.token_ids, rows.mask, rows.temperatures)
-        ctx.save_for_backward(logits, *row_tensors, stats.row_max, stats.log_sum, stats.entropy)
-        ctx.rows = rows._replace(token_ids=None, mask=None, temperatures=None)  # type: ignore[arg-type]
-        ctx.inplace_backward = inplace_backward
-        ctx.backend = backend
-        ctx.mark_non_differentiable(*without_gradient(stats))
-        ctx.set_materialize_grads(False)
-        return public_stats(stats)
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        logits, token_ids, mask, temperatures, *saved_stats = ctx.saved_tensors
-        rows = ctx.rows._replace(token_ids=token_ids, mask=mask, temperatures=temperatures)
-        slopes = (None if slope is None else slope.contiguous() for slope in slopes_of(grads))
-        arguments = (logits, *rows, *saved_stats, *slopes)
-        if ctx.inplace_backward and not torch.compiler.is_compiling():
-            operators(ctx.backend).token_stats_bwd_(*arguments, False)
-            # makes autograd raise if another node has saved the logits
-            torch.autograd.graph.increment_version(logits)
-            grad_logits = logits.detach()
-        else:
-            grad_logits = operators(ctx.backend).token_stats_bwd(*arguments)
-        return (grad_logits, *([None] * 5))
+    return requested(stats, outputs, token_ids.shape)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl.contract import RowArguments, RowStats
+from fastrl.contract import RowArguments, SoftmaxStats
 from fastrl.reference.token_stats import (
     Slopes,
     gain_of,
@@ -95,8 +95,8 @@ def divergence(
     active: Tensor,
     rows: RowArguments,
     teacher: RowArguments,
-    stats: RowStats,
-    teacher_stats: RowStats,
+    stats: SoftmaxStats,
+    teacher_stats: SoftmaxStats,
     beta: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the divergence, sum d, and whether both have the same largest column, `[B, T]`.
@@ -122,8 +122,8 @@ def divergence_gradient(
     active: Tensor,
     rows: RowArguments,
     teacher: RowArguments,
-    stats: RowStats,
-    teacher_stats: RowStats,
+    stats: SoftmaxStats,
+    teacher_stats: SoftmaxStats,
     beta: float,
     slope_mean: Tensor,
     grad_divergence: Tensor,
@@ -144,7 +144,7 @@ def divergence_gradient(
     return slope + token_gradient(logits, rows, active, stats, slopes, is_part=True)
 
 
-def _logprobs(logits: Tensor, active: Tensor, rows: RowArguments, stats: RowStats) -> Tensor:
+def _logprobs(logits: Tensor, active: Tensor, rows: RowArguments, stats: SoftmaxStats) -> Tensor:
     x = torch.where(active[..., None], logits, 0.0).to(stats.log_sum.dtype)
     top, gain = squashed(stats.row_max, rows), gain_of(rows, active)
     top = top.masked_fill(top == float("-inf"), 0.0)  # all logits are -inf
@@ -154,5 +154,5 @@ def _logprobs(logits: Tensor, active: Tensor, rows: RowArguments, stats: RowStat
 
 def _is_largest(logits: Tensor, rows: RowArguments, row_max: Tensor) -> Tensor:
     """Return which columns have the largest value under the softcap."""
-    values = (squashed(x, rows) for x in (logits, row_max[..., None]))
+    values = (squashed(x, rows) for x in (logits, row_max[..., None].to(logits.dtype)))
     return torch.eq(*(x.to(row_max.dtype) for x in values))

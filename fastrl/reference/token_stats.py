@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl.contract import RowArguments, RowStats
+from fastrl.contract import RowArguments, RowStats, SoftmaxStats
 from fastrl.reference.row_blocks import (
     EVERYTHING,
     Index,
@@ -167,7 +167,7 @@ def token_gradient(
     logits: Tensor,
     rows: RowArguments,
     active: Tensor,
-    stats: RowStats,
+    stats: SoftmaxStats,
     slopes: Slopes,
     *,
     is_part: bool = False,
@@ -176,10 +176,9 @@ def token_gradient(
 ) -> Tensor:
     """Return dL/dlogits from dL/dlogprobs, dL/dentropy and dL/dlogsumexp, `[B, T]`; None is 0.
 
-    The statistics that it reads are row_max, log_sum and entropy. `is_part` says that they belong
-    to longer rows, of which the logits are some columns: for a token among the other columns
-    dL/dlogprobs is 0. `overwrite` writes the gradient over the logits. `probs` are those from
-    `token_stats`, which are overwritten.
+    `is_part` says that the statistics belong to longer rows, of which the logits are some columns:
+    for a token among the other columns dL/dlogprobs is 0. `overwrite` writes the gradient over the
+    logits. `probs` are those from `token_stats`, which are overwritten.
     """
     some = unless_all(active & (stats.row_max != float("-inf")))  # without rows of -inf alone
     row_max, log_sum, entropy = stats.row_max, stats.log_sum, stats.entropy

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastrl import KeptTokens
-from fastrl.ops._kept.rows import check_kept
+from fastrl.ops._lens.kept import check_kept
 from fastrl.ops.kept_tokens import kept_arguments
 from fastrl.train.config import RunConfig
 from fastrl.train.loading import context_of

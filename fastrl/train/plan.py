@@ -12,7 +12,7 @@ from fastrl.train.config import GrpoConfig, PpoConfig, RunConfig
 from fastrl.train.model_shape import Shape, activations
 
 GIB = 2**30
-#: Bytes of a chunk of the linear loss, and of a block of converted weights: `fastrl.ops._linear`.
+#: Bytes of a chunk of the linear loss, and of a block of converted weights, as in fastrl.ops.
 _CPU_CHUNK, _GPU_CHUNK, _BLOCK = 192 * 2**20, 508 * 2**20, 16 * 2**20
 #: Bytes per weight: 4 bits, and an 8-bit scale of 64 weights, of which 256 share a float32.
 _NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)

@@ -121,7 +121,7 @@ def wanted():
     """Return the tensors that the operators take, and whether they may be None."""
     from fastrl import library, native
 
-    unused = [*library.IN_PYTHON, *library.ONLY_ON_GPUS]
+    unused = [*library.ONLY_ON_GPUS]
     unused += [] if native.has_matrix_tiles() else ["mixed_matmul_"]
     names = [name for name in library.OPERATORS if not name.startswith(tuple(unused))]
     space = library.operators("cpu")

@@ -15,7 +15,7 @@ from .oracle.rows import Head, Rows
 from .oracle.top_tokens import TopTokens
 from .policy_call import inplace_option
 from .rows_call import differentiated, row_arguments, upstream_of
-from .rows_data import LogitRows, logits_of, lowest_of, rows_of
+from .rows_data import LogitRows, ids_tensor, logits_of, lowest_of, rows_of
 from .tokens import MASKED_VALUES, as_held, flat_tensor
 from .trial import Trial
 
@@ -29,7 +29,11 @@ def examine_divergence(trial: Trial) -> None:
     oracle = rows.oracle(trial, logits)
     teacher, expected = compared_with(trial, rows, logits, oracle)
     options = {**_arguments(rows), **inplace_option(case, "inplace_backward")}
-    result = trial.call(given, teacher, **options)
+    if rows.sets is None:
+        result = trial.call(given, teacher, **options)
+    else:  # which the function itself does not take
+        ids, options = ids_tensor(rows), options | _kept_arguments(rows, teacher)
+        result = trial.call(given, ids, function="token_stats", **options).divergence
     trial.expect({"divergence": result}, _placed(rows, expected))
     if trial.backward({"logits": leaf}, *differentiated(rows, {"divergence": result})):
         gradient = expected.gradient(_upstream(rows))
@@ -43,7 +47,11 @@ def examine_linear_divergence(trial: Trial) -> None:
     logits = np.zeros((rows.tokens.total, case.vocabulary))
     logits[rows.active] = call.oracle.x
     teacher, expected = compared_with(trial, rows, logits, call.oracle, call.x_error)
-    result = call.made(trial, teacher, **_arguments(rows))
+    if rows.sets is None:
+        result = call.made(trial, teacher, **_arguments(rows))
+    else:
+        options = _arguments(rows) | _kept_arguments(rows, teacher)
+        result = call.made(trial, function="linear_token_stats", **options).divergence
     trial.expect({"divergence": result}, _placed(rows, expected))
     if trial.backward(call.moving, *differentiated(rows, {"divergence": result})):
         upstream = _upstream(rows)
@@ -94,6 +102,7 @@ def teacher_of(trial: Trial, rows: LogitRows, logits: np.ndarray) -> tuple[fastr
         hidden = as_held(random.standard_normal((tokens.total, 5)), dtype)
         weight = as_held(random.standard_normal((case.vocabulary, 5)), dtype)
         x, error = LinearHead(hidden[active], weight, None, None, arithmetic).logits()
+        error = rows.kept(np.broadcast_to(error, x.shape), 0.0)
         states = _wide(rows, hidden, dtype)
         teacher = fastrl.Teacher.from_hidden(states, flat_tensor(case, weight, dtype), **options)
     else:
@@ -116,7 +125,7 @@ def teacher_of(trial: Trial, rows: LogitRows, logits: np.ndarray) -> tuple[fastr
         x = as_held(x, dtype)
         teacher = fastrl.Teacher.from_logits(_wide(rows, x, dtype), **options)
         x, error = x[active], 0.0
-    return teacher, Rows(x, rows.ids[active], head, arithmetic, error)
+    return teacher, Rows(rows.kept(x), rows.ids[active], head, arithmetic, error)
 
 
 def _weights(case: Case) -> tuple[str, ...]:
@@ -134,6 +143,12 @@ def _wide(rows: LogitRows, values: np.ndarray, dtype: str) -> Any:
 def _arguments(rows: LogitRows) -> dict[str, Any]:
     arguments = row_arguments(rows)
     return {name: x for name, x in arguments.items() if name not in ("ignore_index", "kept")}
+
+
+def _kept_arguments(rows: LogitRows, teacher: fastrl.Teacher) -> dict[str, Any]:
+    arguments = row_arguments(rows)
+    given = {name: arguments[name] for name in ("ignore_index", "kept") if name in arguments}
+    return {**given, "teacher": teacher, "outputs": ("divergence",)}
 
 
 def _placed(rows: LogitRows, expected: Divergence | TopTokens) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def draw(
     if function in LINEAR:
         options |= _head_options(chance, function)
     if function in DIVERGENCES:
-        options |= _teacher_options(chance)
+        options |= _teacher_options(chance) | ({} if wrong is None else {"kept": None})
     if function in LOSSES:
         options |= objective_options(chance, function, options)
     if function in PLAIN:
@@ -186,9 +186,9 @@ def _teacher_options(chance: Chance) -> dict[str, Any]:
             | {x: 0.2 for low in (1e-7, 1e-5, 1e-4, 1e-3) for x in (low, 1 - low)}
         ),
         "teacher": chance.weighed({"own": 4, "hidden": 2, "near": 2, "same": 1, "tokens": 2}),
-        "kept": None,
     }
     if drawn["teacher"] == "tokens":  # log-probabilities have no temperature
+        drawn["kept"] = None
         drawn |= chance.some({"temperature": (0.3, (0.1, 0.05))})
         dtypes = ("float32", "bfloat16", "float16", "float64")
         return drawn | chance.some({"teacher_dtype": (0.4, dtypes)})

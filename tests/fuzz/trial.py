@@ -50,7 +50,7 @@ class Trial:
         chosen = self.backend == "auto" and self.device.startswith("cuda")
         return chosen or self.backend in ("triton", "cuda")
 
-    def call(self, *given: Any, **options: Any) -> Any:
+    def call(self, *given: Any, function: str = "", **options: Any) -> Any:
         """Call the function of the case in its mode; what is no leaf is moved to the device."""
         case = self.case
         given, options = self.moved(list(given)), self.moved(options)
@@ -67,7 +67,7 @@ class Trial:
             torch.autocast("cpu", torch.bfloat16, enabled=case.autocast),
         ):
             if case.wrong is None:
-                return getattr(fastrl, case.function)(*given, **options)
+                return getattr(fastrl, function or case.function)(*given, **options)
             found = refused(case.function, case.wrong, given, options, case.random("wrong"))
         if found is not None:
             self._note(*found)

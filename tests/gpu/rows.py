@@ -15,7 +15,7 @@ from fastrl.contract import (
     RowStats,
 )
 from fastrl.library import operators
-from fastrl.ops._reference_stats import reference_stats
+from fastrl.ops._rows.reference import reference_stats
 from tests.ops.inputs import make_logits
 from tests.ptx.cuda_operators import device
 

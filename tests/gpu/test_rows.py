@@ -8,7 +8,7 @@ import torch
 from fastrl import reference
 from fastrl.contract import LossArguments
 from fastrl.library import operators
-from fastrl.ops._row_stats import OF_ROW
+from fastrl.ops._rows.statistics import OF_ROW
 from tests.fuzz.case import Case
 from tests.gpu.rows import (
     loss_of,

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastrl
 from fastrl import Objective
-from fastrl.ops._linear.passes import linear_policy_loss_fwd
+from fastrl.ops._rows import losses
+from fastrl.ops._rows.operators import loss_fwd
 from tests.gpu.device import linear_workloads as workloads
 from tests.ops.linear.linear_head import HEADS, batch, explicit, linear
 from tests.ops.linear.tensor_cores import tensor_cores  # noqa: F401
@@ -239,7 +240,7 @@ def test_a_chunk_takes_one_kernel_and_the_weight_one_cast(backend, precision, mo
         counted = lambda *a, _run=run, **o: products.update(["GEMM"]) or _run(*a, **o)  # noqa: E731
         monkeypatch.setattr(torch, name, counted)
     with Calls(parameters["weight"].shape) as calls:
-        linear_policy_loss_fwd(*arguments)
+        loss_fwd(*arguments)
     chunks = 4
     assert calls.count["logits_policy_loss_fwd_"] == chunks
     assert not [name for name in calls.count if name.startswith(("token_stats", "policy_loss"))]
@@ -251,18 +252,10 @@ def test_a_chunk_takes_one_kernel_and_the_weight_one_cast(backend, precision, mo
 
 def arguments_of_the_operator(monkeypatch, parameters, tokens, precision, backend):
     """Return the arguments with which the public function calls the operator."""
-    found = []
-    packet = torch.ops.fastrl.linear_policy_loss_fwd
-
-    class Recorder:
-        def __getattr__(self, name):
-            if name == "linear_policy_loss_fwd":
-                return lambda *arguments: found.append(arguments) or packet(*arguments)
-            return getattr(space, name)
-
-    space = torch.ops.fastrl
+    found, operator = [], losses.rows_loss_fwd
     with monkeypatch.context() as patch, autocast(PRECISIONS[precision][-1]):
-        patch.setattr(torch.ops, "fastrl", Recorder())
+        recorded = lambda *arguments: found.append(arguments) or operator(*arguments)  # noqa: E731
+        patch.setattr(losses, "rows_loss_fwd", recorded)
         linear(
             parameters, fastrl.linear_policy_loss, **tokens, objective=OBJECTIVE, compact=False,
             chunk_tokens=25, backend=backend,

@@ -14,7 +14,7 @@ import torch
 import fastrl
 from fastrl import Objective, RolloutCorrection
 from fastrl.objective.presets import PRESETS
-from fastrl.ops._row_stats import OF_ROW
+from fastrl.ops._rows.statistics import OF_ROW
 from tests.ops.inputs import (
     TEACHER_WEIGHT,
     compared,

@@ -8,7 +8,7 @@ import torch
 
 import fastrl
 from fastrl import Objective, Teacher
-from fastrl.ops._linear.inputs import checked_inputs
+from fastrl.ops._rows.hidden_inputs import checked_inputs
 from tests.ops.teachers.divergences import BETAS, divergence, logprobs_of, top_events
 
 pytestmark = pytest.mark.kernels
@@ -356,7 +356,7 @@ def test_shifted_logits_of_a_teacher_are_not_copied(backend):
         )
         found.append((divergence, *torch.autograd.grad(divergence.sum(), hidden)))
     assert all(map(torch.equal, *found))
-    assert teacher_arguments_of(logits[:, 1:]).teacher_logits.data_ptr() == logits[:, 1:].data_ptr()
+    assert teacher_arguments_of(logits[:, 1:]).source.logits.data_ptr() == logits[:, 1:].data_ptr()
 
 
 def teacher_arguments_of(logits):

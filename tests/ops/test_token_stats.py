@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fastrl
-from fastrl.ops._row_stats import OF_ROW
+from fastrl.ops._rows.statistics import OF_ROW
 
 pytestmark = pytest.mark.kernels
 

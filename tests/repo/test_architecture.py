@@ -8,9 +8,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 ENVIRONMENT = (ROOT / "docs" / "environment.md").read_text()
+EXTENDING = (ROOT / "docs" / "extending.md").read_text()
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 
 PATH = re.compile(r"\b(?:fastrl|csrc|tests|bench|docs)/[\w./*]*\w[\w.*]*(?![\w.*<-])")
+#: A file in a folder of fastrl/ops.
+IN_OPS = re.compile(r"(?<![\w/])_\w+/\w+\.py")
 #: How Python, C++ and the Makefile read a variable of the environment.
 READS = re.compile(
     r"""environ(?:\.get\(|\.setdefault\(|\[)"(\w+)"|"(\w+)"\ (?:not\ )?in\ os\.environ
@@ -20,7 +23,12 @@ READS = re.compile(
 READERS = ("fastrl/**/*.py", "bench/*.py", "tests/**/*.py", "csrc/**/*.*", "setup.py", "Makefile")
 
 
-@pytest.mark.parametrize("path", sorted({*PATH.findall(ARCHITECTURE), *PATH.findall(CONTRIBUTING)}))
+def paths():
+    found = {*PATH.findall(ARCHITECTURE + EXTENDING + CONTRIBUTING)}
+    return sorted(found | {f"fastrl/ops/{path}" for path in IN_OPS.findall(ARCHITECTURE)})
+
+
+@pytest.mark.parametrize("path", paths())
 def test_every_path_exists(path):
     assert list(ROOT.glob(path)), path
 

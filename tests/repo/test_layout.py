@@ -46,13 +46,11 @@ ALLOWED = {
 #: What `import fastrl` must neither need nor load.
 EXTRAS = sorted({one for _, others in ALLOWED.values() for one in others.split()} - {"torch"})
 
-# The reference of a fused op is a composition of others and has no separate file. The linear forms
-# are Python loops for every device, tested and measured together.
-LOOPS = {"linear_token_stats", "linear_policy_loss", "kept_token_stats", "compared_token_stats"}
+# The reference of a fused op is a composition of others and has no separate file. The loops over
+# rows are in Python for every device, and are tested and measured together.
+LOOPS = {"rows_stats", "rows_loss"}
 COMPOSED = {"logits_policy_loss", *LOOPS}
-TOGETHER = {"linear_token_stats": "linear", "linear_policy_loss": "linear"}
-TOGETHER |= {"kept_token_stats": "kept_tokens", "compared_token_stats": "divergence"}
-INNER = {"kept_token_stats": "_kept/logits", "compared_token_stats": "_teacher/logits"}
+TOGETHER = dict.fromkeys((*LOOPS, "linear_token_stats", "linear_policy_loss"), "linear")
 
 PASS = re.compile(r"_(fwd|bwd)_?$")
 
@@ -68,7 +66,7 @@ def imported(path):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path.name} line {node.lineno}: a relative import"
-            if node.module in ("fastrl", "fastrl.train"):
+            if node.module in ("fastrl", "fastrl.ops", "fastrl.train"):
                 yield from (f"{node.module}.{alias.name}" for alias in node.names)
             else:
                 yield node.module
@@ -116,20 +114,34 @@ def test_import_needs_only_torch_and_loads_nothing_else():
     assert not set(loaded.stdout.split()) & set(EXTRAS)
 
 
-def test_the_training_loops_import_from_above():
-    """From files that docs/architecture.md lists above their own: the direction of the data."""
+def order_in(heading):
+    """The names that a section of docs/architecture.md lists, in the direction of the data."""
     text = (ROOT / "docs" / "architecture.md").read_text()
-    block = text.partition("## The training loops")[2].split("```")[1]
+    block = text.partition(f"\n{heading}\n")[2].split("```")[1]
     lines = [re.split(r"\s{2,}", line)[0] for line in block.splitlines()[1:] if line]
-    order = [name for line in lines for name in line.split(", ")]
-    files = [path for path in MODULES if part(path) == "train" and path.stem != "__init__"]
-    assert sorted(order) == sorted(path.stem for path in files)
+    return [name for line in lines for name in line.split(", ")]
+
+
+def imports_back(folder, order):
+    """Imports from below in a list of a folder's files and subfolders."""
+    root = ROOT / "fastrl" / folder
+    files = [path for path in MODULES if part(path) == folder and path != root / "__init__.py"]
+    places = {path: path.relative_to(root).with_suffix("").parts[0] for path in files}
+    assert sorted(order) == sorted(set(places.values()))
     back = []
-    for path in files:
-        above = order[: order.index(path.stem)]
-        names = [name.split(".") for name in imported(path) if name.startswith("fastrl.train.")]
-        back += [f"{path.stem}: {name[2]}" for name in names if name[2] not in above]
+    for path, place in places.items():
+        names = [name.split(".") for name in imported(path) if name.startswith(f"fastrl.{folder}.")]
+        back += [f"{place}: {n[2]}" for n in names if order.index(n[2]) > order.index(place)]
+    return back
+
+
+def test_the_training_loops_import_from_above():
+    back = imports_back("train", order_in("## The training loops"))
     assert back == ["sampling: vllm_sampler"]  # on demand
+
+
+def test_functions_of_rows_import_from_above():
+    assert imports_back("ops", order_in("### Inside `fastrl/ops`")) == []
 
 
 def registered_ops():
@@ -141,7 +153,7 @@ def registered_ops():
 def test_every_part_of_a_registered_op_exists(name):
     stem = name.removeprefix("fastrl::").removesuffix("_fwd")
     expected = [
-        f"fastrl/ops/{INNER.get(stem, stem)}.py",
+        f"fastrl/ops/{'_rows/operators' if stem in LOOPS else stem}.py",
         f"tests/ops/test_{TOGETHER.get(stem, stem)}.py",
     ]
     if stem not in COMPOSED:

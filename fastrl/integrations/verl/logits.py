@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import fastrl
-from fastrl.ops._rows import refuse_unsafe_inplace
+from fastrl.ops._row_checks import refuse_unsafe_inplace
 
 
 def rows(name: str, logits: Tensor) -> Tensor:

@@ -14,18 +14,19 @@ def save(ctx: Any, *tensors: Tensor | None) -> None:
     `save_for_backward` rejects inference tensors, and a clone of an LM head would take too much
     memory.
     """
-    pairs = [(x, _is_inference(x)) for x in tensors]
-    ctx.save_for_backward(*(None if inference else x for x, inference in pairs))
-    ctx.inference_tensors = [x if inference else None for x, inference in pairs]
+    ctx.inference_tensors = None
+    if not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled()):
+        of_inference = [x if x is not None and x.is_inference() else None for x in tensors]
+        if any(x is not None for x in of_inference):
+            ctx.inference_tensors = of_inference
+            pairs = zip(tensors, of_inference, strict=True)
+            tensors = tuple(x if inference is None else None for x, inference in pairs)
+    ctx.save_for_backward(*tensors)
 
 
 def saved(ctx: Any) -> list[Any]:
     """Return the tensors in the order of `save`."""
+    if ctx.inference_tensors is None:
+        return [*ctx.saved_tensors]
     pairs = zip(ctx.saved_tensors, ctx.inference_tensors, strict=True)
     return [inference if x is None else x for x, inference in pairs]
-
-
-def _is_inference(x: Tensor | None) -> bool:
-    if x is None or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
-        return False
-    return x.is_inference()

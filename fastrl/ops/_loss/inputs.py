@@ -12,9 +12,9 @@ from fastrl.checks import floating, on_device, refuse_no_logprobs, same_shape, s
 from fastrl.contract import LossArguments, ObjectiveArguments
 from fastrl.library import operators
 from fastrl.objective import Objective, TokenLoss
+from fastrl.ops._arguments import NO_TEACHER, TeacherArguments
 from fastrl.ops._loss.teacher_term import check_teacher
-from fastrl.ops._loss.term_weights import TermMasks, term_aggregations, term_weights
-from fastrl.ops._teacher.arguments import NOBODY, TeacherArguments
+from fastrl.ops._loss.term_weights import WeightCorrections, term_aggregations, term_weights
 from fastrl.ops.token_weights import bounds_of
 
 
@@ -33,7 +33,8 @@ class LossInputs(NamedTuple):
 
     objective: Objective
     arguments: LossArguments
-    masks: TermMasks
+    active: Tensor  # bool [B, T]
+    corrections: WeightCorrections
     backend: str
 
     # not properties: torch.compile in torch 2.10 cannot trace properties of a NamedTuple
@@ -43,18 +44,20 @@ class LossInputs(NamedTuple):
 
     def tokenwise(self) -> bool:
         """Return whether the slope of a token depends on its own log-probability alone."""
-        return self.objective.level == "token" and not self.masks.need_logprobs(self.arguments)
+        return self.objective.level == "token" and not self.corrections.need_logprobs(
+            self.arguments
+        )
 
     def padded(self, name: str, value: Tensor, like: Tensor) -> Tensor:
         """Return a differentiable tensor per token as `[B, T]` in the dtype of the arithmetic."""
         return as_padded(name, value, like, self.arguments.advantages.dtype)
 
-    def masked_arguments(self, logprobs: Tensor, entropy: Tensor | None) -> LossArguments:
+    def corrected_arguments(self, logprobs: Tensor, entropy: Tensor | None) -> LossArguments:
         """Return the arguments with corrections and masks applied to the weights.
 
         If the loss is `tokenwise`, the values of the two tensors have no effect.
         """
-        return self.masks.apply(self.arguments, logprobs, entropy)
+        return self.corrections.apply(self.arguments, self.active, logprobs, entropy)
 
     def evaluate(
         self, logprobs: Tensor, entropy: Tensor | None, arguments: LossArguments
@@ -63,7 +66,7 @@ class LossInputs(NamedTuple):
         o = self.objective
         function = o.surrogate if callable(o.surrogate) else None
         return evaluate(
-            logprobs, entropy, self.masks.active, arguments, o.arguments, function, self.backend
+            logprobs, entropy, self.active, arguments, o.arguments, function, self.backend
         )
 
 
@@ -104,7 +107,7 @@ def loss_inputs(
     backend: str,
     token_ids: Tensor | None = None,
     ignore_index: int = 0,
-    teacher: TeacherArguments = NOBODY,
+    teacher: TeacherArguments = NO_TEACHER,
 ) -> LossInputs:
     """Check the arguments that the policy losses share.
 
@@ -123,16 +126,16 @@ def loss_inputs(
     bounds = bounds_of(tokens, cu_seqlens)
     if ref_logprobs is None and o.kl_coef and not o.has_exact_kl:
         raise ValueError("ref_logprobs is needed when objective.kl_coef is above 0")
-    corrections = o.rollout_corrections
-    if rollout_logprobs is None and corrections:
+    ratios = o.rollout_corrections
+    if rollout_logprobs is None and ratios:
         raise ValueError("rollout_logprobs is needed when objective.rollout_correction is set")
     off_policy_mask = o.off_policy_threshold is not None
-    if rollout_logprobs is not None and not (corrections or off_policy_mask):
+    if rollout_logprobs is not None and not (ratios or off_policy_mask):
         raise ValueError(
             "rollout_logprobs has no effect unless objective.rollout_correction or "
             "objective.off_policy_threshold is set"
         )
-    sequence_level = o.level != "token" or any(c.level != "token" for c in corrections)
+    sequence_level = o.level != "token" or any(c.level != "token" for c in ratios)
     sequence_level = sequence_level or off_policy_mask or o.gamma_weights is not None
     if packed and bounds is None and sequence_level:
         raise ValueError("cu_seqlens is needed for sequence-level ratios of packed tokens")
@@ -179,8 +182,8 @@ def loss_inputs(
     for name, values in zip(("old", "ref", "rollout"), of_others, strict=True):
         if values is not None:
             refuse_no_logprobs(f"{name}_logprobs", values, active)
-    masks = TermMasks(o, saveable(active), rollout, aggregations.entropy)
-    return LossInputs(o, arguments, masks, backend)
+    corrections = WeightCorrections(o, rollout, aggregations.entropy)
+    return LossInputs(o, arguments, saveable(active), corrections, backend)
 
 
 def _ready(value: Tensor, dtype: torch.dtype) -> bool:

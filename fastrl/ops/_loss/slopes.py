@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from fastrl import reference
@@ -12,17 +13,17 @@ from fastrl.objective import TokenLoss
 from fastrl.ops._loss.inputs import evaluate
 
 
-def flat_arguments(arguments: LossArguments, active: Tensor) -> LossArguments:
-    """Expand the arguments to one value per token, `[N]`; `active` is `[B, T]`."""
+def per_token(arguments: LossArguments, active: Tensor, shape: torch.Size) -> LossArguments:
+    """Expand the arguments of `active` `[B, T]` to one value per token, in another shape."""
     sequences = reference.sequences_of(active, arguments.cu_seqlens)
     return LossArguments._make(
-        None if x is None else sequences.per_token(x, active).reshape(-1)
+        None if x is None else sequences.per_token(x, active).reshape(shape).contiguous()
         for x in arguments._replace(cu_seqlens=None)
     )
 
 
 class TokenSlopes(NamedTuple):
-    """A policy loss without dependencies between tokens; all tensors are per token, `[N]`."""
+    """A policy loss without dependencies between tokens; all tensors are per token."""
 
     active: Tensor
     arguments: LossArguments
@@ -38,7 +39,9 @@ class TokenSlopes(NamedTuple):
         """Return which tokens may have a gradient, as far as the constants determine it."""
         policy = self._policy_weights() != 0
         if self.function is None:  # a function may have a gradient where the advantage is 0
-            policy = policy & (self.arguments.advantages != 0)
+            old, nonzero = self.arguments.old_logprobs, self.arguments.advantages != 0
+            # 0 times NaN is NaN
+            policy = policy & (nonzero if old is None else nonzero | old.isnan())
         return self._in_any_term(policy)
 
     def _policy_weights(self) -> Tensor:
@@ -54,30 +57,15 @@ class TokenSlopes(NamedTuple):
                 result = result | ((a.weights if weights is None else weights) != 0)
         return result
 
-    def taken(self, indices: Tensor | None) -> TokenSlopes:
-        """Return the loss of the tokens with these indices; None means all."""
-        if indices is None:
-            return self
-        arguments = (None if x is None else x[indices] for x in self.arguments)
-        return self._replace(active=self.active[indices], arguments=LossArguments._make(arguments))
-
-    def arguments_of(self, chunk: slice) -> LossArguments:
-        """Return the arguments of a chunk, `[1, C]` each."""
-        return LossArguments._make(
-            None if x is None else x[chunk][None].contiguous() for x in self.arguments
-        )
-
-    def of_chunk(
-        self, logprobs: Tensor, entropy: Tensor, chunk: slice
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return dL/dlogprobs and dL/dentropy (None: 0) of a chunk, `[C]` each."""
+    def of(self, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return dL/dlogprobs and dL/dentropy (None: 0)."""
         _, slope, entropy_slope, _ = evaluate(
-            logprobs[None],
-            entropy[None],
-            self.active[chunk][None],
-            self.arguments_of(chunk),
+            logprobs,
+            entropy,
+            self.active,
+            self.arguments,
             self.objective,
             self.function,
             self.backend,
         )
-        return slope[0], None if entropy_slope is None else entropy_slope[0]
+        return slope, entropy_slope

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from fastrl import reference
-from fastrl.contract import METRICS, LossArguments
+from fastrl.contract import METRICS, LossArguments, TeacherStats
 from fastrl.objective import Objective
-from fastrl.ops._teacher.arguments import TeacherArguments
-
-
-class Compared(NamedTuple):
-    """The comparison of a call's rows with the teacher's rows, `[B, T]`."""
-
-    divergence: Tensor
-    teacher_entropy: Tensor
-    agrees: Tensor
+from fastrl.ops._arguments import TeacherArguments
 
 
 def check_teacher(objective: Objective, teacher: TeacherArguments) -> None:
@@ -33,7 +23,7 @@ def check_teacher(objective: Objective, teacher: TeacherArguments) -> None:
                     f"teacher is needed when {name}: give it to logits_policy_loss or "
                     "linear_policy_loss"
                 )
-    elif objective.has_exact_kl and teacher.teacher_logprobs is not None:
+    elif objective.has_exact_kl and teacher.logprobs is not None:
         raise ValueError(
             "teacher must have hidden states or logits with objective.kl_estimator 'exact': the "
             "log-probabilities of some tokens give only a lower bound of the KL"
@@ -64,7 +54,7 @@ def without_gradient(slope: Tensor, entropy_slope: Tensor | None) -> Tensor:
 def add_divergence(
     loss: Tensor,
     metrics: Tensor,
-    compared: Compared,
+    compared: TeacherStats,
     weights: Tensor,
     active: Tensor,
     still: Tensor,
@@ -80,10 +70,10 @@ def add_divergence(
     def mean(values: Tensor) -> Tensor:
         return torch.where(active, values.detach(), 0).sum(dtype=metrics.dtype) / count
 
-    of_teacher = torch.stack([mean(values) for values in compared])
+    means = torch.stack([mean(values) for values in compared])
     values = dict(zip(METRICS, metrics.unbind(), strict=True))
     # the divergence is 0, its least value, only where both distributions are the same
     values["zero_grad_fraction"] = mean(still & ((weights == 0) | (compared.divergence == 0)))
     if objective.has_exact_kl:
-        values["kl"] = of_teacher[0]
-    return loss, torch.cat([torch.stack([*values.values()]), of_teacher])
+        values["kl"] = means[0]
+    return loss, torch.cat([torch.stack([*values.values()]), means])

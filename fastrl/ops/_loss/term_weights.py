@@ -87,11 +87,10 @@ def term_weights(
     return weights, separate(aggregations.kl), separate(aggregations.entropy), active
 
 
-class TermMasks(NamedTuple):
+class WeightCorrections(NamedTuple):
     """Rollout corrections and token masks of an objective, which change the weights per token."""
 
     objective: Objective
-    active: Tensor  # bool [B, T]
     rollout_logprobs: Tensor | None
     entropy_aggregation: AggregationArguments | None
 
@@ -106,13 +105,17 @@ class TermMasks(NamedTuple):
         return by_old or o.off_policy_threshold is not None or o.top_entropy_quantile < 1
 
     def apply(
-        self, arguments: LossArguments, logprobs: Tensor, entropy: Tensor | None
+        self,
+        arguments: LossArguments,
+        active: Tensor,
+        logprobs: Tensor,
+        entropy: Tensor | None,
     ) -> LossArguments:
         """Return the arguments with corrections and masks applied to the weights, `[B, T]`.
 
         The values of `logprobs` and `entropy` have no effect unless the weights `need_logprobs`.
         """
-        o, active = self.objective, self.active
+        o = self.objective
         entropy_mask = o.top_entropy_quantile < 1 and entropy is not None
         on_policy = arguments.old_logprobs is None  # ratio 1
         region = None if on_policy else o.trust_region

@@ -8,32 +8,24 @@ does not underflow.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastrl import reference
-from fastrl.contract import RowArguments, RowStats, TeacherScaling
-from fastrl.ops._linear.chunks import (
-    as_batch,
-    chunk_stats,
-    gradient_of,
-    in_batch,
-    write_chunk_gradient,
-)
-from fastrl.ops._process_groups import gathered, total
-from fastrl.ops._teacher.arguments import TeacherArguments
-from fastrl.ops._teacher.rows import Pair, TeacherStats, pair_of
-from fastrl.ops._vocabulary_parts.parts import WHOLE, VocabularyParts
-from fastrl.ops._vocabulary_parts.statistics import PartRows, combined, part_stats
-
-_AS_THEY_ARE = TeacherScaling(None, 1.0, 1.0, 0.0)
+from fastrl.checks import can_read
+from fastrl.contract import RowArguments, RowStats, SoftmaxStats
+from fastrl.ops._arguments import NO_TEACHER, TeacherArguments
+from fastrl.ops._head.projection import gradient_of
+from fastrl.ops._lens.rows import Rows, Slopes
+from fastrl.ops._process_groups import total
+from fastrl.ops._teacher.pair import Compared, Pair, Upstream, pair_of
+from fastrl.ops._vocabulary_parts.parts import VocabularyParts
 
 
 class Events(NamedTuple):
-    """The student's events: the K tokens `[C, K]`, and the tail `[C]`."""
+    """The student's events: the K tokens `[1, C, K]`, and the tail `[1, C]`."""
 
     logits: Tensor  # of the K tokens
     exponents: Tensor  # z of the K tokens
@@ -42,126 +34,97 @@ class Events(NamedTuple):
 
 
 class TopKRows:
-    """Rows `[C]` of logits `[C, V]`, in memory that may be written, and of a teacher's K tokens."""
+    """Rows `[1, C]` of logits, in memory that may be written, and of a teacher's K tokens."""
 
     def __init__(
         self,
+        rows: Rows,
         logits: Tensor,
-        rows: RowArguments,
+        token_ids: Tensor,
         teacher: TeacherArguments,
-        backend: str,
-        part: PartRows | None,
         parts: VocabularyParts,
     ) -> None:
-        """Take the ids and log-probabilities of `teacher` for these rows; `part` has rows `[C]`."""
-        assert teacher.teacher_ids is not None
-        assert teacher.teacher_logprobs is not None
-        self._logits, self._rows, self._backend = logits, rows, backend
-        self._part, self._parts = part, parts
-        self._teacher = teacher._replace(scaling=_AS_THEY_ARE)
-        start, size = (parts.start() if part is not None else 0), logits.shape[1]
-        whole = size if part is None else sum(parts.sizes)
-        self._has_tail = teacher.has_tail and teacher.teacher_ids.shape[1] < whole
-        ids = teacher.teacher_ids - start
+        """Compare logits `[1, C, V]`; `teacher` has ids and log-probabilities of these rows.
+
+        `token_ids` `[1, C]` are ids in the whole vocabulary.
+        """
+        assert teacher.token_ids is not None
+        assert teacher.logprobs is not None
+        self._rows, self._logits, self._token_ids = rows, logits, token_ids
+        self._teacher_ids, self._logprobs = teacher.token_ids[None], teacher.logprobs[None]
+        self._beta, self._split = teacher.beta, rows.part is not None
+        start, size = (parts.start() if self._split else 0), logits.shape[-1]
+        self._has_tail = teacher.has_tail and self._teacher_ids.shape[-1] < parts.total(size)
+        ids = self._teacher_ids - start
         self._own = (ids >= 0) & (ids < size)
         self._ids = torch.where(self._own, ids, 0)
-        self._token = rows.token_ids if part is None else part.rows.token_ids
-        self._has_token = torch.ones_like(self._token).bool() if part is None else part.own
         self._events = self._read()
 
     def _read(self) -> Events:
-        x = self._logits.gather(1, self._ids)
-        if self._part is None:  # on a GPU the ids have not been checked
+        x = self._logits.gather(-1, self._ids)
+        if self._rows.part is None:  # on a GPU the ids have not been checked
             held = torch.where(self._own, x, float("nan"))
         else:
-            held = total(torch.where(self._own, x, 0.0), self._parts.process_group())
+            held = total(torch.where(self._own, x, 0.0), self._rows.part.group)
         exponents = self._scaled(held)
         if not self._has_tail:
             return Events(held, exponents, None, None)
-        self._leave_out_tokens()
-        if self._part is None:
-            stats = chunk_stats(self._logits, self._rows, self._backend)
-        else:
-            batch = in_batch(self._part)
-            local = part_stats(self._logits[None], batch, self._backend)
-            whole = combined(gathered(local, self._parts.process_group()), batch)
-            stats = RowStats._make(stat[0] for stat in whole)
-        self._put(self._logits, x)
+        # only the other tokens are still needed
+        self._put(self._logits, torch.full_like(x, float("-inf")))
+        stats = self._rows.stats(self._logits)
         return Events(held, exponents, stats.logsumexp, stats)
 
-    def compare(self, stats: RowStats) -> TeacherStats:
-        """Return the comparison, `[C]` each, with a student of these statistics."""
-        pair, logprobs = self._pair(), self._teacher.teacher_logprobs
-        assert logprobs is not None
-        compared = pair.compare(pair.student_stats()).indexed(0)
-        # this counts tokens, while the comparison is over events
-        row_max = stats.row_max
-        if self._backend == "reference" and self._part is None:
-            row_max = self._logits.amax(1).to(row_max.dtype)
-        top = logprobs == logprobs.amax(1, keepdim=True)
-        largest = self._scaled(self._events.logits) >= self._scaled(row_max[:, None])
-        return compared._replace(agrees=(top & largest).any(1) & self._active())
-
-    def write_gradient(
-        self,
-        stats: RowStats,
-        compared: TeacherStats,
-        grad_divergence: Tensor,
-        slopes: Sequence[Tensor | None],
-        *,
-        narrow: bool,
-    ) -> None:
-        """Overwrite the logits with dL/dlogits; `slopes` are of logprob, entropy and logsumexp."""
+    def compare(self, stats: SoftmaxStats) -> Compared:
+        """Return the comparison with a student of these statistics."""
         pair = self._pair()
-        of_events = pair.gradient(
-            pair.student_stats(),
-            TeacherStats._make(x[None] for x in compared),
-            grad_divergence[None],
-            (None, None, None),
-        )[0]
-        values, tail = of_events[:, : self._ids.shape[1]], self._events.tail
-        rows, part = self._rows, self._part
+        compared = pair.compare(pair.student_stats().of_softmax())
+        # this counts tokens, while the comparison is over events
+        top = self._logprobs == self._logprobs.amax(-1, keepdim=True)
+        largest = self._scaled(self._events.logits) >= self._scaled(stats.row_max[..., None])
+        agrees = (top & largest).any(-1) & self._rows.active
+        return compared._replace(stats=compared.stats._replace(agrees=agrees))
+
+    def write_gradient(self, upstream: Upstream, *, narrow: bool = False) -> None:
+        """Overwrite the logits with dL/dlogits."""
+        stats, slopes = upstream.stats, upstream.slopes
+        pair = self._pair()
+        of_student = pair.student_stats().of_softmax()
+        of_events = pair.gradient(upstream._replace(stats=of_student, slopes=(None, None, None)))
+        values, tail = of_events[..., : self._ids.shape[-1]], self._events.tail
+        rows = self._rows
         if tail is not None:
             assert self._events.others is not None
-            every = torch.cat([self._events.exponents, tail[:, None]], 1)
-            logsumexp = every.logsumexp(1)
-            log_q = self._events.exponents - logsumexp[:, None]
+            every = torch.cat([self._events.exponents, tail[..., None]], -1)
+            logsumexp = every.logsumexp(-1)
+            log_q = self._events.exponents - logsumexp[..., None]
             values = self._policy(log_q, stats.entropy, slopes) + values
-            entropy, stats = stats.entropy, self._events.others
-            slopes = self._of_others(of_events[:, -1], tail - logsumexp, entropy, slopes)
-            self._leave_out_tokens()
-            some = self._active() & (tail != float("-inf"))  # else there is no softmax
-            rows = rows._replace(mask=some)
-            if part is not None:
-                part = part._replace(rows=part.rows._replace(mask=some))
+            slopes = self._of_others(of_events[..., -1], tail - logsumexp, stats.entropy, slopes)
+            stats = self._events.others.of_softmax()
+            rows = rows.among(rows.active & (tail != float("-inf")))  # else there is no softmax
         values = values * self._derivative()
         if all(slope is None for slope in slopes):
             self._logits.zero_()
         else:
-            write_chunk_gradient(
-                self._logits, rows, stats, slopes, self._backend, narrow=narrow, part=part
-            )
-        target = gradient_of(self._logits, narrow=narrow)
+            rows.write_gradient(self._logits, stats, slopes, narrow=narrow)
+        target = gradient_of(self._logits[0], narrow=narrow)[None]
         if tail is None:
-            values = values + target.gather(1, self._ids).to(values.dtype)
-        values = torch.where(self._active()[:, None], values, 0.0)
+            values = values + target.gather(-1, self._ids).to(values.dtype)
+        values = torch.where(self._rows.active[..., None], values, 0.0)
         self._put(target, values.to(target.dtype))
 
     def _of_others(
-        self, of_tail: Tensor, log_share: Tensor, entropy: Tensor, slopes: Sequence[Tensor | None]
-    ) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        self, of_tail: Tensor, log_share: Tensor, entropy: Tensor, slopes: Slopes
+    ) -> Slopes:
         """Return the slopes for the other tokens' own row that have the same effect.
 
         With the others' softmax s and their share of the probability, q_j = share * s_j.
         """
         assert self._events.others is not None
-        assert self._teacher.teacher_ids is not None
         of_logprob, of_entropy, of_logsumexp = slopes
         share = log_share.exp()
         result = of_tail if of_logsumexp is None else of_tail + share * of_logsumexp
         if of_logprob is not None:
-            chosen = self._teacher.teacher_ids == self._rows.token_ids[:, None]
-            is_other = ~chosen.any(1)
+            is_other = ~self._is_token().any(-1)
             result = result + of_logprob * torch.where(is_other, -log_share.expm1(), -share)
             of_logprob = torch.where(is_other, of_logprob, 0.0)
         if of_entropy is not None:
@@ -169,81 +132,87 @@ class TopKRows:
             result = result - of_entropy * (log_share + (entropy - self._events.others.entropy))
         return of_logprob, of_entropy, result
 
-    def _policy(self, log_q: Tensor, entropy: Tensor, slopes: Sequence[Tensor | None]) -> Tensor:
+    def _policy(self, log_q: Tensor, entropy: Tensor, slopes: Slopes) -> Tensor:
         """Return dL/dz of the K tokens through the student's statistics."""
         of_logprob, of_entropy, of_logsumexp = (
-            0.0 if slope is None else slope[:, None] for slope in slopes
+            0.0 if slope is None else slope[..., None] for slope in slopes
         )
         q = log_q.exp()
         finite = torch.where(q == 0, 0.0, log_q)
-        is_token = (self._ids == self._token[:, None]) & self._has_token[:, None] & self._own
-        result = torch.where(is_token, -log_q.expm1(), -q) * of_logprob
-        return result + of_logsumexp * q - of_entropy * q * (finite + entropy[:, None])
+        result = torch.where(self._is_token(), -log_q.expm1(), -q) * of_logprob
+        return result + of_logsumexp * q - of_entropy * q * (finite + entropy[..., None])
+
+    def _is_token(self) -> Tensor:
+        """Return which of the teacher's tokens are the rows' own."""
+        return self._teacher_ids == self._token_ids[..., None]
 
     def _pair(self) -> Pair:
-        logprobs = self._teacher.teacher_logprobs
-        assert logprobs is not None
-        exponents, tail = self._events.exponents, self._events.tail
+        logprobs, exponents, tail = self._logprobs, self._events.exponents, self._events.tail
         if tail is not None:
-            others = 1 - logprobs.double().exp().sum(1, keepdim=True)
+            others = 1 - logprobs.double().exp().sum(-1, keepdim=True)
             # NaN stays; a mass of 1 may be rounded, and a tail of 0 would be no event
             least = torch.finfo(logprobs.dtype).eps
             others = torch.where(others < least, least, others)
-            logprobs = torch.cat([logprobs.double(), others.log()], 1)
-            exponents = torch.cat([exponents, tail[:, None]], 1)
-        logprobs = logprobs.to(exponents.dtype)
-        rows = self._rows._replace(
-            token_ids=torch.zeros_like(self._rows.token_ids),
-            mask=self._active(),
-            ignore_index=-1,
-            temperatures=None,
-            temperature=1.0,
-            logit_scale=1.0,
-            logit_softcap=0.0,
-        )
-        return pair_of(
-            exponents[None].contiguous(),
-            logprobs[None].contiguous(),
-            as_batch(rows),
-            self._teacher,
-            self._backend,
-            None,
-            WHOLE,
-        )
-
-    def _active(self) -> Tensor:
-        active = self._rows.token_ids != self._rows.ignore_index
-        return active if self._rows.mask is None else active & self._rows.mask
+            logprobs = torch.cat([logprobs.double(), others.log()], -1)
+            exponents = torch.cat([exponents, tail[..., None]], -1)
+        as_they_are, active = NO_TEACHER.scaling, self._rows.active
+        ids = torch.zeros_like(self._rows.arguments.token_ids)
+        events = RowArguments(ids, active, -1, *as_they_are)
+        rows = Rows(events, self._rows.backend, None)
+        logprobs = logprobs.to(exponents.dtype).contiguous()
+        return pair_of(rows, exponents.contiguous(), logprobs, as_they_are, self._beta)
 
     def _temperature(self) -> Tensor | float:
-        rows = self._rows
+        rows = self._rows.arguments
         if rows.temperatures is None:
             return rows.temperature
-        return torch.where(self._active(), rows.temperatures, 1.0)[:, None]
+        return torch.where(self._rows.active, rows.temperatures, 1.0)[..., None]
 
     def _scaled(self, logits: Tensor) -> Tensor:
         real = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        rows = self._rows
+        rows = self._rows.arguments
         z = reference.squashed(logits.to(real), rows)
         return z * (1.0 if rows.logit_softcap else rows.logit_scale) / self._temperature()
 
     def _derivative(self) -> Tensor | float:
         """Return dz/dlogits of the K tokens."""
-        rows, raw_gain = self._rows, self._rows.logit_scale / self._temperature()
+        rows = self._rows.arguments
+        raw_gain = rows.logit_scale / self._temperature()
         if not rows.logit_softcap:
             return raw_gain
         x = self._events.logits.to(self._events.exponents.dtype)
         return raw_gain * reference.squash_slope(x, rows)
 
-    def _leave_out_tokens(self) -> None:
-        """Exclude the K tokens from the rows."""
-        lowest = torch.full_like(self._ids, float("-inf"), dtype=self._logits.dtype)
-        self._put(self._logits, lowest)
-
     def _put(self, target: Tensor, values: Tensor) -> None:
         """Write values to the columns of the K tokens that belong to this rank."""
-        if self._part is None:
-            target.scatter_(1, self._ids, values)
+        if not self._split:
+            target.scatter_(-1, self._ids, values)
             return
-        row, k = self._own.nonzero(as_tuple=True)
-        target[row, self._ids[row, k]] = values[row, k]
+        first, row, k = self._own.nonzero(as_tuple=True)
+        target[first, row, self._ids[first, row, k]] = values[first, row, k]
+
+
+def check_tokens(teacher: TeacherArguments, active: Tensor, vocabulary: int) -> None:
+    """Raise on a CPU if an active row `[N]` has invalid top-k values."""
+    ids, given = teacher.token_ids, teacher.logprobs
+    if ids is None or given is None or not (can_read(ids) and can_read(active)):
+        return
+    ids, logprobs = ids[active], given[active].double()
+    outside = (ids < 0) | (ids >= vocabulary)
+    if bool(outside.any()):
+        raise ValueError(
+            f"teacher.token_ids must lie in [0, {vocabulary}), got {int(ids[outside][0])}"
+        )
+    ordered = ids.sort(-1).values
+    repeated = ordered[:, 1:] == ordered[:, :-1]
+    if bool(repeated.any()):
+        token = int(ordered[:, 1:][repeated][0])
+        raise ValueError(f"teacher.token_ids must not repeat an id in a row, got {token} twice")
+    # logarithms are rounded: in bfloat16 the mass may be some percent above 1
+    most = logprobs.exp().sum(-1)
+    limit = 1 + max(1e-3, 16 * torch.finfo(given.dtype).eps)
+    if bool((most > limit).any()):
+        raise ValueError(
+            "teacher.logprobs must be log-probabilities, which sum to at most 1, "
+            f"got {float(most.max()):.6g}"
+        )

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from fastrl.objective import as_objective
 from fastrl.ops._process_groups import checked_group, gathered
-from fastrl.ops._vocabulary_parts.described import described
-from fastrl.ops._vocabulary_parts.parts import WHOLE, VocabularyParts, group_of
+from fastrl.ops._vocabulary_parts.descriptions import description_of
+from fastrl.ops._vocabulary_parts.parts import UNSPLIT, VocabularyParts, group_of
 from fastrl.ops._vocabulary_parts.samples import MOST as _MOST_SAMPLES
 from fastrl.ops._vocabulary_parts.samples import samples
 from fastrl.tracing import is_traced, is_transformed
@@ -133,7 +133,7 @@ class Agreement:
         given = {name: x for name, x in call.arguments.items() if name != "vocab_group"}
         reduce = bool(given.get("reduce_hidden_gradient", True))
         if not self._waits and size > 0:
-            return WHOLE
+            return UNSPLIT
         rows = given.get("logits", given.get("hidden"))
         active = active.reshape(cast("Tensor", rows).shape[:-1])
         sampled = samples(given, active)
@@ -142,7 +142,7 @@ class Agreement:
             given["teacher"] = given["teacher"]._shared()
         if "objective" in given:
             given["objective"] = as_objective(given["objective"])
-        texts = {name: described(x, _SPLIT.get(name)) for name, x in given.items()}
+        texts = {name: description_of(x, _SPLIT.get(name)) for name, x in given.items()}
         texts |= _settings(active.device.type)
         read = {name: [*_tensors(x)] for name, x in given.items() if name not in _SPLIT}
         read = {**read, "mask": [active]}

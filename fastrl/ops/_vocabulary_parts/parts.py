@@ -31,12 +31,16 @@ class VocabularyParts(NamedTuple):
         """Return the process group."""
         return group_named(self.group)
 
+    def total(self, own: int) -> int:
+        """Return the size of the whole vocabulary; `own` is that of a tensor here."""
+        return sum(self.sizes) if self.split() else own
+
     def start(self) -> int:
         """Return the id of the first token of this rank's part."""
         return sum(self.sizes[: self.rank])
 
 
-WHOLE = VocabularyParts("", 0, [], True)
+UNSPLIT = VocabularyParts("", 0, [], True)
 
 
 def group_named(name: str) -> dist.ProcessGroup:

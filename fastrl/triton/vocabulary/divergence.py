@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastrl.contract import RowArguments, TeacherScaling
+from fastrl.contract import RowArguments, ScalingArguments
 from fastrl.triton.vocabulary.row_gradient import Slopes, token_gradient
 from fastrl.triton.vocabulary.row_sums import Statistics
 from fastrl.triton.vocabulary.rows import (
@@ -41,7 +41,7 @@ FORWARD_KL, REVERSE_KL = tl.constexpr(0), tl.constexpr(1)  # otherwise Jensen-Sh
 OVERFLOWS, LN2_BELOW = tl.constexpr(2.0**78), tl.constexpr(LN2.value * 2.0**-78)
 TINY = tl.constexpr(2.0**-126)
 
-OF_PAIR = len(RowArguments._fields) + len(TeacherScaling._fields)
+OF_PAIR = len(RowArguments._fields) + len(ScalingArguments._fields)
 OF_TEACHER = ("logits", "temperatures", "scale", "squash", "stride_b", "stride_t")
 OF_ROWS = (*RUN_TIME, "teacher_stride_b", "teacher_stride_t")
 OF_TOKENS = (*PER_TOKEN, *(f"teacher_{n}" for n in PER_TOKEN), "slope_mean", "grad_divergence")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fastrl
-from fastrl.ops._row_stats import OF_ROW
+from fastrl.ops._rows.statistics import OF_ROW
 
 CUDA = "cuda"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from fastrl.ops._linear import tensor_cores as module
+from fastrl.ops._head import tensor_cores as module
 
 
 def _accepted(matrix):

@@ -16,12 +16,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastrl import Objective, library
-from fastrl.contract import LossArguments, RowArguments
-from fastrl.ops._kept.rows import EVERYTHING
-from fastrl.ops._linear import passes
-from fastrl.ops._teacher.arguments import NOBODY
-from fastrl.ops._vocabulary_parts.parts import WHOLE, VocabularyParts
+from fastrl import Objective
+from fastrl.contract import LossArguments
+from fastrl.ops._arguments import (
+    ALL_TOKENS,
+    NO_SOURCE,
+    NO_TEACHER,
+    RowInputs,
+    ScalingArguments,
+    Source,
+    flat,
+)
+from fastrl.ops._rows import operators
+from fastrl.ops._vocabulary_parts.parts import UNSPLIT, VocabularyParts
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 ROWS, WIDTH, VOCABULARY, RANK = 20, 24, 37, 3
@@ -56,7 +63,7 @@ def device(request, monkeypatch):
         yield request.param
 
 
-def call(device, precision, head, chunk_tokens, backend, teacher=None):
+def call(device, precision, head, chunk_tokens, backend, teacher=None, parts=UNSPLIT):
     of_hidden, of_weight, operand = PRECISIONS[precision]
 
     def tensor(*shape, dtype=F32):
@@ -65,57 +72,57 @@ def call(device, precision, head, chunk_tokens, backend, teacher=None):
     weight = tensor(VOCABULARY, WIDTH, dtype=of_weight)
     if head == "transposed":
         weight = tensor(WIDTH, VOCABULARY, dtype=of_weight).t()
-    rows = RowArguments(
-        token_ids=tensor(ROWS, dtype=torch.int64),
-        mask=tensor(ROWS, dtype=torch.bool),
-        ignore_index=-100,
-        temperatures=tensor(ROWS),
-        temperature=1.0,
-        logit_scale=1.0,
-        logit_softcap=0.0,
+    source = Source(
+        logits=None,
+        hidden=tensor(ROWS, WIDTH, dtype=of_hidden),
+        weight=weight,
+        bias=tensor(VOCABULARY) if "bias" in head else None,
+        lora_a=tensor(RANK, WIDTH) if "lora" in head else None,
+        lora_b=tensor(VOCABULARY, RANK, dtype=of_weight) if "lora" in head else None,
+        lora_scale=0.5,
+        operand_dtype=operand,
     )
-    return (
-        tensor(ROWS, WIDTH, dtype=of_hidden),
-        weight,
-        tensor(VOCABULARY) if "bias" in head else None,
-        tensor(RANK, WIDTH) if "lora" in head else None,
-        tensor(VOCABULARY, RANK, dtype=of_weight) if "lora" in head else None,
-        0.5,
-        *rows,
-        chunk_tokens,
-        False,
-        backend,
-        operand,
-        *WHOLE,
-        *EVERYTHING,
-        *teacher_of(teacher, tensor, of_hidden, of_weight, operand).flat(),
-    ), tensor(ROWS)
+    inputs = RowInputs(
+        source,
+        token_ids=tensor(1, ROWS, dtype=torch.int64),
+        active=tensor(1, ROWS, dtype=torch.bool),
+        scaling=ScalingArguments(tensor(1, ROWS), 1.0, 1.0, 0.0),
+        with_entropy=True,
+        with_sum_sq_probs=True,
+        chunk_tokens=chunk_tokens,
+        compact=False,
+        backend=backend,
+        parts=parts,
+        kept=ALL_TOKENS,
+        teacher=teacher_of(teacher, tensor, of_hidden, of_weight, operand),
+    )
+    return inputs, tensor(1, ROWS)
 
 
 def teacher_of(kind, tensor, of_hidden, of_weight, operand):
     """A teacher of another width, or the logits or some tokens of one."""
     if kind is None:
-        return NOBODY
-    given = NOBODY._replace(beta=0.4, has_tail=True)
-    scaling = given.scaling._replace(teacher_temperatures=tensor(ROWS))
+        return NO_TEACHER
+    given = NO_TEACHER._replace(beta=0.4, has_tail=True)
+    if kind == "tokens":
+        ids, logprobs = tensor(ROWS, 5, dtype=torch.int64), tensor(ROWS, 5)
+        return given._replace(token_ids=ids, logprobs=logprobs)
+    source = NO_SOURCE._replace(logits=tensor(1, ROWS, VOCABULARY))
     if kind == "hidden":
-        return given._replace(
-            teacher_hidden=tensor(ROWS, 16, dtype=of_hidden),
-            teacher_weight=tensor(VOCABULARY, 16, dtype=of_weight),
-            teacher_bias=tensor(VOCABULARY),
-            teacher_operand_dtype=operand,
-            scaling=scaling,
+        source = NO_SOURCE._replace(
+            hidden=tensor(ROWS, 16, dtype=of_hidden),
+            weight=tensor(VOCABULARY, 16, dtype=of_weight),
+            bias=tensor(VOCABULARY),
+            operand_dtype=operand,
         )
-    if kind == "logits":
-        return given._replace(teacher_logits=tensor(ROWS, VOCABULARY), scaling=scaling)
-    ids, logprobs = tensor(ROWS, 5, dtype=torch.int64), tensor(ROWS, 5)
-    return given._replace(teacher_ids=ids, teacher_logprobs=logprobs)
+    return given._replace(source=source, scaling=ScalingArguments(tensor(1, ROWS), 1.0, 1.0, 0.0))
 
 
 def assert_same(found, name, arguments):
     """Compare the results of a loop with what its schema's fake promises."""
-    promised = getattr(torch.ops.fastrl, name)(*arguments)
-    for one, other in zip(found, promised, strict=True):
+    promised = getattr(torch.ops.fastrl, f"rows_{name}")(*arguments)
+    pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(promised), strict=True)
+    for one, other in pairs:
         assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
         assert one.device.type == other.device.type
 
@@ -162,31 +169,28 @@ def test_the_loops_of_a_gpu_on_a_part(
     if torch.__version__.startswith("2.10."):
         pytest.skip("torch 2.10 has no fake of all_gather")
     skip_without_fake_of_addmm(precision)
-    arguments, token = call(device, precision, head, chunk_tokens, backend)
-    teacher = NOBODY.flat()
-    whole = len((*WHOLE, *EVERYTHING, *teacher))
-    arguments = (*arguments[:-whole], *two_ranks, *EVERYTHING, *teacher)
-    assert_as_promised(arguments, token, needs)
+    given = call(device, precision, head, chunk_tokens, backend, parts=two_ranks)
+    assert_as_promised(*given, needs)
 
 
-def assert_as_promised(arguments, token, needs, *, teacher=False):
+def assert_as_promised(inputs, token, needs, *, teacher=False):
     """Run the three loops; `token` is a value of each row."""
-    present = [x is not None for x in arguments[:5]]
+    present = [x is not None for x in inputs.source.trainable()]
     wanted = [need and there for need, there in zip(NEEDS[needs], present, strict=True)]
-    stats = passes.linear_token_stats_fwd(*arguments)
-    assert_same(stats, "linear_token_stats_fwd", arguments)
-    for name, more in with_gradients(arguments, token, wanted, teacher=teacher):
-        assert_same(getattr(passes, name)(*more), name, more)
+    arguments = flat(inputs)
+    assert_same(operators.stats_fwd(*arguments), "stats_fwd", arguments)
+    for name, more in with_gradients(inputs, token, wanted, teacher=teacher):
+        assert_same(getattr(operators, name)(*more), name, more)
 
 
-def with_gradients(arguments, token, wanted, *, teacher=False):
+def with_gradients(inputs, token, wanted, *, teacher=False):
     """The operators that compute gradients, and their arguments."""
-    compared = [token] * 4 if teacher else [None] * 4
-    backward = (*arguments, token, token, token, token, None, token, *compared, wanted)
+    compared = ([token] * 3, token) if teacher else ([], None)
+    backward = (*flat(inputs), token, token, token, token, None, token, *compared, wanted)
     objective = Objective.preset("grpo", kl_coef=0.1, entropy_coef=0.01).arguments.flat()
     loss = LossArguments(token, token, None, None, None, token, token, None)
-    forward = (*arguments, *loss, *objective, token if teacher else None, wanted, True)
-    return ("linear_token_stats_bwd", backward), ("linear_policy_loss_fwd", forward)
+    forward = (*flat(inputs), *loss, *objective, token if teacher else None, wanted, True)
+    return ("stats_bwd", backward), ("loss_fwd", forward)
 
 
 class Peak(TorchDispatchMode):
@@ -221,19 +225,14 @@ def test_a_chunk_and_the_rounded_gradient_of_the_weight_take_turns(needs, teache
     rows, width, vocabulary = 8192, 4096, 128256
     for name, size in {"ROWS": rows, "WIDTH": width, "VOCABULARY": vocabulary}.items():
         monkeypatch.setitem(globals(), name, size)
-    arguments, token = call("meta", "bf16", "plain", None, "cuda", teacher)
+    inputs, token = call("meta", "bf16", "plain", None, "cuda", teacher)
     trained, wanted = needs == "everything", [*NEEDS[needs][:2], False, False, False]
     of_weight = 2 * vocabulary * width
     steady = 2 * rows * width + (2 * of_weight if trained else 0)
     chunk = of_weight if trained else 2**29
-    for name, more in with_gradients(arguments, token, wanted, teacher=teacher is not None):
+    for name, more in with_gradients(inputs, token, wanted, teacher=teacher is not None):
         with Peak() as peak:
-            getattr(passes, name)(*more)
+            getattr(operators, name)(*more)
         of_gemms = max(size for name, size in peak.bytes.items() if name.endswith("mm"))
         assert 0.85 * chunk <= of_gemms - steady, name
         assert max(peak.bytes.values()) - steady <= chunk + 2**22, name
-
-
-def test_every_operator_of_the_linear_forms_is_here():
-    linear = {name for name in library.OPERATORS if name.startswith("linear_")}
-    assert linear == {"linear_token_stats_fwd", "linear_token_stats_bwd", "linear_policy_loss_fwd"}

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fastrl import native
-from fastrl.ops._linear import products
-from fastrl.ops._linear.products import ConvertedProducts, choose_products
-from fastrl.ops._linear.tensor_cores import TensorCoreProducts, gemm_dtype, multiply_bfloat16
+from fastrl.ops._head import products
+from fastrl.ops._head.products import ConvertedProducts, choose_products
+from fastrl.ops._head.tensor_cores import TensorCoreProducts, gemm_dtype, multiply_bfloat16
 from tests.ops.linear.tensor_cores import tensor_cores  # noqa: F401
 
 ROWS, WIDTH, VOCABULARY = 5, 8, 37

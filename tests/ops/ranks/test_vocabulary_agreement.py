@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 import fastrl
 from fastrl import Objective
-from fastrl.ops._linear import walk
-from fastrl.ops._vocabulary_parts.described import described
+from fastrl.ops._rows.projected import ProjectedRows
+from fastrl.ops._vocabulary_parts.descriptions import description_of
 from tests.ops.ranks.gloo_ranks import on_ranks
 
 #: One call per public function with `vocab_group`, of packed tokens, by parameter.
@@ -325,12 +325,12 @@ def test_ranks_may_differ_in_what_counts_for_nothing():
 def dying_on_ranks():
     """The error of a rank whose partner dies between two chunks."""
     if dist.get_rank() == 1:
-        project, left = walk.LinearWalk.project, iter(range(3))
+        project, left = ProjectedRows._chunk, iter(range(3))
 
         def die(*arguments):
             return project(*arguments) if next(left, None) is not None else os._exit(3)
 
-        walk.LinearWalk.project = die
+        ProjectedRows._chunk = die
     given = {"chunk_tokens": 4, "vocab_group": dist.group.WORLD}
     weight = torch.randn(15, 8) + dist.get_rank()
     fastrl.linear_token_logprobs(torch.randn(20, 8), weight, torch.arange(20), **given)
@@ -358,7 +358,7 @@ def test_functions_are_told_apart_by_what_they_do():
         torch.nn.Softplus(2.0),
         torch.nn.Linear(1, 1),
     ]
-    one, two, *texts = map(described, alike + others)
+    one, two, *texts = map(description_of, alike + others)
     assert one == two
     assert len({one, *texts}) == 1 + len(others)
     assert not any("0x" in text for text in (one, *texts))

@@ -9,11 +9,13 @@ import torch
 import torch.distributed as dist
 
 import fastrl
-from fastrl.ops import _row_stats
-from fastrl.ops._linear import chunks, walk
-from fastrl.ops._linear import kept as kept_products
-from fastrl.ops._linear.products import ConvertedProducts
-from fastrl.ops._row_stats import OF_ROW
+from fastrl.ops._head import kept_products
+from fastrl.ops._head.products import ConvertedProducts
+from fastrl.ops._lens.rows import Exchange
+from fastrl.ops._rows import order as row_order
+from fastrl.ops._rows import statistics as row_statistics
+from fastrl.ops._rows.projected import ProjectedRows
+from fastrl.ops._rows.statistics import OF_ROW
 from tests.ops.ranks.gloo_ranks import on_ranks
 from tests.ops.ranks.vocabulary_ranks import (
     DTYPES,
@@ -124,9 +126,9 @@ def collectives_on_ranks(sizes, backend):
     dist.all_reduce(gradients["loss, partial"])
     torch.testing.assert_close(gradients["loss, partial"], gradients["loss"])
     with happened(
-        (walk.LinearWalk, "project", "P"),
-        (walk.Exchange, "__init__", "S"),
-        (walk.Exchange, "result", "W"),
+        (ProjectedRows, "_chunk", "P"),
+        (Exchange, "__init__", "S"),
+        (Exchange, "result", "W"),
     ) as letters:
         loss(tensors)
     return counts, "".join(letters)
@@ -261,7 +263,7 @@ def tiles_on_ranks():
     """Kept tokens on two CPUs, of which one multiplies a matrix on tiles."""
     hidden, weight, ids = torch.randn(40, 32), torch.randn(1024, 32), torch.arange(40)
     kept = fastrl.KeptTokens.from_lists([torch.randperm(1024)[:30] for _ in ids])
-    chunks._CPU_CHUNK_BYTES, kept_products.CHUNK_BYTES = 4 * 1024 * 20, (32768, 32768)
+    row_order._CPU_CHUNK_BYTES, kept_products.CHUNK_BYTES = 4 * 1024 * 20, (32768, 32768)
     if dist.get_rank() == 0:
         kept_products.TileProducts = ConvertedProducts
     expected = fastrl.linear_token_logprobs(hidden, weight, ids, kept=kept)
@@ -307,6 +309,30 @@ def test_every_linear_form_leaves_the_gradient_in_parts_if_asked():
         torch.testing.assert_close(part + other[name][2], whole, msg=name)
 
 
+def divergence_on_ranks(backend):
+    """Divergences alone, with gradients, and whether a teacher agrees with itself."""
+    start = 30 * dist.get_rank()
+    own, group = slice(start, start + 30), {"vocab_group": dist.group.WORLD, "backend": backend}
+    student, other = torch.randn(2, 40, 60)
+    part = student[:, own].clone().requires_grad_()
+    found = fastrl.token_divergence(part, fastrl.Teacher.from_logits(other[:, own]), **group)
+    found.sum().backward()
+    whole = student.clone().requires_grad_()
+    expected = fastrl.token_divergence(whole, fastrl.Teacher.from_logits(other), backend=backend)
+    expected.sum().backward()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(part.grad, whole.grad[:, own], rtol=1e-5, atol=1e-6)
+    same = {"temperature": 0.7, "logit_softcap": 5.0}
+    teacher, ids = fastrl.Teacher.from_logits(student[:, own], **same), torch.zeros(40).long()
+    options = {"outputs": ("agrees",), "teacher": teacher, **same, **group}
+    return fastrl.token_stats(student[:, own], ids, **options).agrees
+
+
+def test_a_divergence_without_other_statistics(backend):
+    for agrees in on_ranks(2, divergence_on_ranks, backend):
+        assert agrees.all()
+
+
 def likely_on_ranks(backend, lead):
     """A token that leads by so many nats: its log-probability, entropy and their gradients."""
     rank, token_ids = dist.get_rank(), torch.zeros(1, dtype=torch.int64)
@@ -338,7 +364,7 @@ def test_a_likely_token_has_its_digits(backend, lead):
 
 def gradients_on_ranks(backend, further):
     """Which statistics have a gradient and how a backward ends: whole, and split over ranks."""
-    _row_stats.DIFFERENTIABLE += further
+    row_statistics.DIFFERENTIABLE += further
     ids, found, rank = torch.arange(6) % 5, [], dist.get_rank()
     for function, tensors in (
         (fastrl.token_stats, [torch.randn(6, 5) + rank]),
@@ -362,7 +388,7 @@ def test_a_statistic_has_a_gradient_in_every_form_or_in_none(backend, further):
     """Of one that the kernels do not know yet it raises instead of being lost."""
     if backend == "reference" and further:
         pytest.skip("without a group its gradients are autograd's")
-    expected = [name in (*_row_stats.DIFFERENTIABLE, *further) for name in OF_ROW]
+    expected = [name in (*row_statistics.DIFFERENTIABLE, *further) for name in OF_ROW]
     for rank in on_ranks(2, gradients_on_ranks, backend, further):
         for requires, ending in rank:
             assert requires == expected

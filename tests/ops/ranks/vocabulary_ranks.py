@@ -10,11 +10,9 @@ import torch.distributed as dist
 
 import fastrl
 from fastrl import Objective
-from fastrl.ops._kept import logits as kept_logits
-from fastrl.ops._linear import chunks
-from fastrl.ops._linear import kept as kept_products
-from fastrl.ops._row_stats import OF_ROW
-from fastrl.ops._teacher import logits as teacher_logits
+from fastrl.ops._head import kept_products
+from fastrl.ops._rows import given, order
+from fastrl.ops._rows.statistics import OF_ROW
 from tests.ops.linear.linear_head import linear, near
 from tests.ptx import backends
 
@@ -41,6 +39,8 @@ SCALINGS = {
     "kept tokens": {"temperature": 0.7, "kept": True},
     "a teacher": {"temperature": 0.7, "teacher": "hidden"},
     "a teacher's logits": {"teacher": "logits"},
+    "kept tokens, a teacher": {"temperature": 0.7, "kept": True, "teacher": "hidden"},
+    "kept tokens, a teacher's logits": {"kept": True, "teacher": "logits"},
     "a teacher's tokens": {"teacher": "tokens"},
     "a teacher's tokens alone": {"teacher": "tokens alone", "temperature": 0.7},
 }
@@ -126,9 +126,9 @@ def teacher_of(kind, V, banned):
 
 def in_small_chunks(V):
     """Give this process chunks of a few rows, of which ranks with other columns would have more."""
-    teacher_logits._CHUNK_BYTES = dict.fromkeys((False, True), 16 * 2 * 4 * V)
-    chunks._CPU_CHUNK_BYTES = chunks._GPU_CHUNK_BYTES = 20 * 4 * V
-    kept_logits.CHUNK_BYTES = kept_products.CHUNK_BYTES = (2048, 2048)
+    given._COPY_BYTES = (16 * 2 * 4 * V,) * 2
+    order._CPU_CHUNK_BYTES = order._GPU_CHUNK_BYTES = 20 * 4 * V
+    given.CHUNK_BYTES = kept_products.CHUNK_BYTES = (2048, 2048)
 
 
 def drawn_on_ranks(world, seed, draws, backend):

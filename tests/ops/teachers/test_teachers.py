@@ -7,7 +7,7 @@ import torch
 
 import fastrl
 from fastrl import Teacher, TokenStats
-from fastrl.ops._row_stats import OF_ROW
+from fastrl.ops._rows.statistics import OF_ROW
 
 pytestmark = pytest.mark.kernels
 B, T, V, WIDTH, K = 2, 9, 300, 8, 5
@@ -85,6 +85,28 @@ def test_rows_that_do_not_count_change_nothing(backend, kind, form):
     found = leaves[0].grad[counted], *(x.grad for x in leaves[1:])
     for x, y in zip(found, alone, strict=True):
         assert (x - y.grad).abs().max() <= 2e-5 * y.grad.abs().max()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+def test_a_statistic_does_not_depend_on_the_others(backend, kind, form):
+    """Neither its values nor its gradient: each alone equals what it is among all."""
+    student = [torch.randn(3, V if form == "logits" else WIDTH)]
+    student += [torch.randn(V, WIDTH)] if form == "hidden" else []
+    ids, teacher, found = torch.arange(3), teacher_of(kind, (3,)), {}
+    for names in (TokenStats._fields, *((name,) for name in TokenStats._fields)):
+        leaves = [x.clone().requires_grad_() for x in student]
+        stats = stats_of(form, leaves, ids, teacher, outputs=names, backend=backend)
+        for name in names:
+            x = getattr(stats, name)
+            found.setdefault(name, []).append(x.detach())
+            if x.requires_grad:
+                found[name] += torch.autograd.grad(x.sum(), leaves, retain_graph=True)
+    for name, results in found.items():
+        half = len(results) // 2
+        assert len(results) in (2, 2 * (1 + len(student)))
+        for together, alone in zip(results[:half], results[half:], strict=True):
+            torch.testing.assert_close(alone, together, rtol=1e-6, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fastrl.checks import can_read
+from fastrl.ops._arguments import KeptArguments
 from fastrl.ops._vocabulary_parts.parts import VocabularyParts
 
 #: Bytes in memory for a chunk of such rows, on a CPU and on a GPU.
@@ -23,20 +24,8 @@ CHUNK_BYTES = (16 * 2**20, 256 * 2**20)
 COLUMN_BYTES = 32
 #: The number of tokens of a row that has the whole vocabulary: similar to no other number.
 WHOLE_ROW = 2**31
-#: An id that no token has.
-NO_ID = -2
 #: A chunk has rows of up to twice the tokens of its first row, plus this many.
 _SIMILAR = 16
-
-
-class KeptArguments(NamedTuple):
-    """`KeptTokens` in the form that operators take; None means the whole vocabulary."""
-
-    kept_ids: Tensor | None  # integers [M]
-    kept_offsets: Tensor | None  # integers [N + 1]
-
-
-EVERYTHING = KeptArguments(None, None)
 
 
 class KeptColumns(NamedTuple):
@@ -58,9 +47,9 @@ class KeptRows(NamedTuple):
     @classmethod
     def of(cls, kept: KeptArguments, token_ids: Tensor, vocabulary: int) -> KeptRows:
         """Return the sets of rows with these tokens `[N]`."""
-        assert kept.kept_ids is not None
-        assert kept.kept_offsets is not None
-        ids, offsets = kept.kept_ids, kept.kept_offsets.to(torch.int64)
+        assert kept.ids is not None
+        assert kept.offsets is not None
+        ids, offsets = kept.ids, kept.offsets.to(torch.int64)
         counts = offsets.diff()
         rows = torch.arange(counts.shape[0], device=counts.device)
         row_of = rows.repeat_interleave(counts, output_size=ids.shape[0])

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from fastrl.library import NAMESPACES
-from fastrl.ops._kept.rows import CHUNK_BYTES, COLUMN_BYTES
-from fastrl.ops._linear.products import Products, TileProducts
-from fastrl.ops._linear.tensor_cores import TensorCoreProducts
+from fastrl.ops._head.products import Products, TileProducts
+from fastrl.ops._head.tensor_cores import TensorCoreProducts
+from fastrl.ops._lens.kept import CHUNK_BYTES, COLUMN_BYTES
 from fastrl.ops._vocabulary_parts.parts import VocabularyParts
 
 #: Elements of gathered rows that exist at once if there are no kernels for these products.

@@ -1,20 +1,17 @@
-"""Chunks of rows in a linear form: their rows, their statistics and their gradients."""
+"""The order in which the rows of a call are processed, and the sizes of their chunks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastrl import reference
-from fastrl.contract import RowArguments, RowStats
-from fastrl.library import called, operators
-from fastrl.ops._kept.rows import WHOLE_ROW, KeptRows, similar
-from fastrl.ops._linear.head import LinearHead
+from fastrl.ops._head.head import LinearHead
+from fastrl.ops._head.projection import row_stride
+from fastrl.ops._lens.kept import WHOLE_ROW, KeptRows, similar
 from fastrl.ops._vocabulary_parts.parts import VocabularyParts
-from fastrl.ops._vocabulary_parts.statistics import PartRows, write_part_gradient
 
 #: Most bytes of logits in a chunk on a CPU.
 _CPU_CHUNK_BYTES = 192 * 2**20
@@ -25,40 +22,6 @@ _GPU_BESIDE_BYTES = 4 * 2**20
 _GPU_CHUNK_BYTES = 512 * 2**20 - _GPU_BESIDE_BYTES
 #: A GEMM on a GPU works on tiles of this many rows or more.
 _GPU_TILE = 64
-#: Rows of logits on a GPU start at multiples of this many elements: 16 bytes in bfloat16.
-_GPU_ALIGNMENT = 8
-
-
-def take_rows(rows: RowArguments, chunk: Tensor | slice) -> RowArguments:
-    """Index rows `[N]`."""
-    return rows._replace(
-        token_ids=rows.token_ids[chunk],
-        mask=None if rows.mask is None else rows.mask[chunk],
-        temperatures=None if rows.temperatures is None else rows.temperatures[chunk],
-    )
-
-
-def flat_rows(rows: RowArguments) -> RowArguments:
-    """Reshape rows `[B, T]` to `[N]`."""
-    return rows._replace(
-        token_ids=rows.token_ids.reshape(-1),
-        mask=None if rows.mask is None else rows.mask.reshape(-1),
-        temperatures=None if rows.temperatures is None else rows.temperatures.reshape(-1),
-    )
-
-
-def as_batch(rows: RowArguments) -> RowArguments:
-    """Reshape rows `[C]` to `[1, C]`, as the operators on logits take them."""
-    return rows._replace(
-        token_ids=rows.token_ids[None],
-        mask=None if rows.mask is None else rows.mask[None],
-        temperatures=None if rows.temperatures is None else rows.temperatures[None],
-    )
-
-
-def in_batch(part: PartRows) -> PartRows:
-    """Reshape rows `[C]` of a part to `[1, C]`."""
-    return PartRows(as_batch(part.rows), part.own[None], part.known[None])
 
 
 class RowOrder(NamedTuple):
@@ -68,14 +31,19 @@ class RowOrder(NamedTuple):
     """
 
     indices: Tensor | None  # None: all rows, in their own order
-    trained: int
-    scored: int
+    with_gradient: int
+    others: int
     #: numbers of kept tokens, rising in both groups; None: all rows have the whole vocabulary
     widths: list[int] | None = None
 
+    def without_others(self) -> RowOrder:
+        """Return the rows that may have a gradient."""
+        return self._replace(others=0)
+
     def of(self, values: Tensor) -> Tensor:
-        """Return the values `[N]` of all rows in this order, for the processed rows."""
-        return values if self.indices is None else values[self.indices]
+        """Return values of all rows in this order for the processed ones, packed `[1, M]`."""
+        values = values.reshape(1, -1)
+        return values if self.indices is None else values[:, self.indices]
 
     def pieces(self, start: int, count: int) -> Iterator[tuple[slice, int | None]]:
         """Split rows wherever they kept many more tokens; yield each piece with its width.
@@ -99,7 +67,7 @@ class RowOrder(NamedTuple):
 def order_rows(
     active: Tensor, may_flow: Tensor, *, compact: bool, kept: KeptRows | None = None
 ) -> RowOrder:
-    """Order the rows `[N]` without inactive ones. Without `compact`, all rows are trained.
+    """Order the rows `[N]` without inactive ones. Without `compact` all may have a gradient.
 
     On a GPU this is the only synchronization of a call, so a captured graph processes all rows.
     Rows that kept a part of the vocabulary are always ordered by the size of this part.
@@ -117,15 +85,10 @@ def order_rows(
     else:
         widths = kept.widths()
         order = (kind * (WHOLE_ROW + 1) + widths).argsort(stable=True)
-    trained, both = torch.stack([(kind == 0).sum(), (kind <= 1).sum()]).tolist()
+    first, both = torch.stack([(kind == 0).sum(), (kind <= 1).sum()]).tolist()
     indices = order[:both]
     ordered = None if kept is None else widths[indices].tolist()
-    return RowOrder(indices, trained, both - trained, ordered)
-
-
-def row_stride(vocabulary: int, *, on_gpu: bool) -> int:
-    """Return the stride of the rows in a chunk's logits, in elements."""
-    return -(-vocabulary // _GPU_ALIGNMENT) * _GPU_ALIGNMENT if on_gpu else vocabulary
+    return RowOrder(indices, first, both - first, ordered)
 
 
 def chunk_size(
@@ -191,81 +154,3 @@ def chunks(start: int, count: int, size: int, *, on_gpu: bool) -> Iterator[slice
     for i in range(number):
         first, end = (min(j * tiles // number * tile, count) for j in (i, i + 1))
         yield slice(start + first, start + end)
-
-
-def chunk_stats(logits: Tensor, rows: RowArguments, backend: str) -> RowStats:
-    """Return the statistics of a chunk's rows of whole logits `[C, V]`, `[C]` each."""
-    if backend == "reference":
-        batch = as_batch(rows)
-        outputs = reference.token_stats(logits[None], batch, _active(batch))
-        return RowStats._make(output[0] for output in outputs)
-    forward = operators(backend).token_stats_fwd
-    outputs = called(forward, logits[None], *as_batch(rows), True, True)
-    return RowStats._make(output[0] for output in outputs)
-
-
-def write_chunk_gradient(
-    logits: Tensor,
-    rows: RowArguments,
-    stats: RowStats,
-    grads: Sequence[Tensor | None],
-    backend: str,
-    *,
-    narrow: bool,
-    part: PartRows | None = None,
-) -> None:
-    """Overwrite the logits `[C, V]` with dL/dlogits.
-
-    The upstream gradients `grads` belong to logprobs, entropy and logsumexp. With `narrow` the
-    result is bfloat16 in the second half of each row, see `fastrl/library.py`. `part` has the rows
-    `[C]` of this part of a split vocabulary.
-    """
-    if part is not None:
-        batch = in_batch(part)
-        whole = RowStats._make(stat[None] for stat in stats)
-        slopes = [None if grad is None else grad[None] for grad in grads]
-        write_part_gradient(logits[None], batch, whole, slopes, backend, narrow=narrow)
-        return
-    if backend == "reference":
-        chunk, whole = as_batch(rows), RowStats._make(stat[None] for stat in stats)
-        slopes = [None if grad is None else grad[None] for grad in grads]
-        reference.token_gradient(logits[None], chunk, _active(chunk), whole, slopes, overwrite=True)
-        return
-    operators(backend).token_stats_bwd_(
-        logits[None],
-        *as_batch(rows),
-        stats.row_max[None],
-        stats.log_sum[None],
-        stats.entropy[None],
-        *(None if grad is None else grad[None].contiguous() for grad in grads),
-        narrow,
-    )
-
-
-def _active(rows: RowArguments) -> Tensor:
-    active = rows.token_ids != rows.ignore_index
-    return active if rows.mask is None else active & rows.mask
-
-
-def gradient_of(logits: Tensor, *, narrow: bool) -> Tensor:
-    """Return dL/dlogits `[C, V]` that an operator has written over the logits of a chunk."""
-    if not narrow:
-        return logits
-    count, vocabulary, stride = *logits.shape, logits.stride(0)
-    memory = logits.as_strided((count, stride), (stride, 1)).view(torch.bfloat16)
-    return memory[:, stride : stride + vocabulary]
-
-
-def compact_rows(logits: Tensor, has_gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Move rows with a gradient to the front of a chunk; return these rows and their old indices.
-
-    Rows from the end replace those without a gradient, so no others are copied.
-    """
-    count = int(has_gradient.sum())
-    kept = torch.arange(count, device=has_gradient.device)
-    gaps = (~has_gradient[:count]).nonzero()[:, 0]
-    fillers = count + has_gradient[count:].nonzero()[:, 0]
-    kept[gaps] = fillers
-    for gap, filler in zip(gaps.tolist(), fillers.tolist(), strict=True):
-        logits[gap].copy_(logits[filler])
-    return logits[:count], kept

@@ -83,9 +83,9 @@ def slopes_of(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     return tuple(grad for name, grad in named if name in DIFFERENTIABLE)
 
 
-def token_stats_result(
-    stats: tuple[Tensor, ...], outputs: Sequence[str], shape: torch.Size
-) -> TokenStats:
-    """Return the requested statistics in the caller's shape; a teacher's fields come last."""
-    named = zip(TokenStats._fields, stats, strict=False)
-    return TokenStats(*(stat.reshape(shape) if name in outputs else None for name, stat in named))
+def requested(stats: TokenStats, outputs: Sequence[str], shape: torch.Size) -> TokenStats:
+    """Return the requested statistics in the caller's shape."""
+    named = zip(TokenStats._fields, stats, strict=True)
+    return TokenStats._make(
+        [None if x is None or name not in outputs else x.reshape(shape) for name, x in named]
+    )

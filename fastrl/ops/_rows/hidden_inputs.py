@@ -10,28 +10,21 @@ from torch import Tensor
 from fastrl.backend import resolve
 from fastrl.checks import flag, floating, whole
 from fastrl.contract import RowArguments
-from fastrl.ops._kept.rows import KeptArguments
-from fastrl.ops._linear.chunks import flat_rows
-from fastrl.ops._linear.head import LinearHead, as_head
-from fastrl.ops._linear.tensor_cores import gemm_dtype
-from fastrl.ops._rows import as_rows, check_ids, counted_rows
-from fastrl.ops._teacher.arguments import TeacherArguments
+from fastrl.ops._arguments import (
+    KeptArguments,
+    RowInputs,
+    Source,
+    TeacherArguments,
+    each_tensor,
+)
+from fastrl.ops._head.head import LinearHead, as_head
+from fastrl.ops._head.tensor_cores import gemm_dtype
+from fastrl.ops._row_checks import as_rows, counted_rows
 from fastrl.ops._vocabulary_parts.agreement import agreement_of
-from fastrl.ops._vocabulary_parts.parts import WHOLE, VocabularyParts, group_of
+from fastrl.ops._vocabulary_parts.parts import UNSPLIT, group_of
 from fastrl.ops.kept_tokens import kept_arguments
 from fastrl.ops.teacher import teacher_arguments, with_operand_dtype
 from fastrl.tracing import refuse_transforms
-
-
-class LinearInputs(NamedTuple):
-    """Hidden states `[N, H]`, rows `[N]` and the LM head, or a part of it."""
-
-    hidden: Tensor
-    rows: RowArguments
-    head: LinearHead
-    parts: VocabularyParts
-    kept: KeptArguments
-    teacher: TeacherArguments
 
 
 class ChunkOptions(NamedTuple):
@@ -92,26 +85,40 @@ def checked_inputs(
         vocabulary=head.vocabulary if group is None else 1,
     )
     sets = kept_arguments(kept, rows.token_ids)
-    of_teacher = teacher_arguments(
-        teacher, rows, padded, head.vocabulary, agreement, kept, flat=True
-    )
-    return CheckedInputs(padded, rows, counted_rows(rows), head, sets, of_teacher)
+    checked_teacher = teacher_arguments(teacher, rows, padded, head.vocabulary, agreement, kept)
+    return CheckedInputs(padded, rows, counted_rows(rows), head, sets, checked_teacher)
 
 
-def linear_inputs(checked: CheckedInputs, backend: str, vocab_group: object) -> LinearInputs:
-    """Return the differentiable inputs of the operators.
+def hidden_inputs(
+    checked: CheckedInputs,
+    options: ChunkOptions,
+    vocab_group: object,
+    *,
+    with_entropy: bool = True,
+    with_sum_sq_probs: bool = False,
+) -> RowInputs:
+    """Return the inputs of the operators.
 
     The ranks of a split vocabulary meet here, so everything else must be checked before.
     """
     hidden, rows, active, head, kept, teacher = checked
-    teacher = with_operand_dtype(teacher, backend)
-    agreement = agreement_of(vocab_group)
-    parts = WHOLE if agreement is None else agreement.parts(head.vocabulary, active, backend)
-    vocabulary = sum(parts.sizes) if parts.split() else head.vocabulary
-    check_ids(rows, active, vocabulary)
-    flat = flat_rows(rows._replace(mask=active))
+    agreement, backend = agreement_of(vocab_group), options.backend
+    parts = UNSPLIT if agreement is None else agreement.parts(head.vocabulary, active, backend)
     states = hidden.reshape(-1, hidden.shape[-1])
-    return LinearInputs(states, flat, head, parts, kept, teacher)
+    return RowInputs(
+        Source(None, states, *head.parameters(), head.lora_scale, options.operand_dtype),
+        rows.token_ids.reshape(1, -1),
+        active.reshape(1, -1),
+        each_tensor(lambda x: x.reshape(1, -1), rows.scaling()),
+        with_entropy,
+        with_sum_sq_probs,
+        options.chunk_tokens,
+        options.compact,
+        backend,
+        parts,
+        kept,
+        with_operand_dtype(teacher, backend),
+    )
 
 
 def chunk_options(

@@ -9,9 +9,16 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastrl import reference
-from fastrl.contract import RowArguments, RowStats
+from fastrl.contract import RowArguments, RowStats, SoftmaxStats
 from fastrl.library import arithmetic_dtype
-from fastrl.ops._row_stats import DIFFERENTIABLE, OF_ROW, public_stats, slopes_of, without_gradient
+from fastrl.ops._rows.statistics import (
+    DIFFERENTIABLE,
+    OF_ROW,
+    TokenStats,
+    public_stats,
+    slopes_of,
+    without_gradient,
+)
 from fastrl.tracing import is_traced, is_transformed
 
 
@@ -22,8 +29,8 @@ def reference_stats(
     with_entropy: bool,
     with_sum_sq_probs: bool,
     save_probs: bool = False,
-) -> tuple[Tensor, ...]:
-    """Return the fields of `TokenStats`, `[B, T]`; the mask of the rows says which are active.
+) -> TokenStats:
+    """Return the statistics, `[B, T]`; the mask of the rows says which are active.
 
     With `save_probs` the forward saves the probabilities, and the backward makes the gradient from
     them; otherwise it computes them again.
@@ -36,7 +43,7 @@ def reference_stats(
     else:
         save_probs = save_probs and torch.is_grad_enabled() and logits.requires_grad
         stats = _ReferenceStats.apply(*inputs, save_probs and not is_traced(logits))  # type: ignore[no-untyped-call]
-    return public_stats(RowStats._make(stats))
+    return TokenStats(*public_stats(RowStats._make(stats)))
 
 
 class _ReferenceStats(torch.autograd.Function):
@@ -131,12 +138,11 @@ def _gradient(
     logits, token_ids, active, temperatures = tensors
     if probs is not None and torch._C._autograd._get_current_graph_task_keep_graph():
         probs = probs.clone()  # for the next backward
-    unused = torch.empty_like(log_sum)
     return reference.token_gradient(
         logits,
         ctx.scalars._replace(token_ids=token_ids, temperatures=temperatures),
         active,
-        RowStats(unused, entropy, unused, unused, unused, row_max, log_sum),
+        SoftmaxStats(row_max, log_sum, entropy),
         (of_logprob, of_entropy, of_logsumexp),
         probs=probs,
     )

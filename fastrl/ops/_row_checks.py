@@ -84,7 +84,7 @@ def as_rows(
 def active_rows(rows: RowArguments, vocabulary: int) -> Tensor:
     """Return which rows are active, bool `[B, T]`; check the values of mask and ids on a CPU."""
     active = counted_rows(rows)
-    check_ids(rows, active, vocabulary)
+    check_ids(rows.token_ids, active, vocabulary)
     return active
 
 
@@ -96,15 +96,15 @@ def counted_rows(rows: RowArguments) -> Tensor:
     return active
 
 
-def check_ids(rows: RowArguments, active: Tensor, vocabulary: int) -> None:
+def check_ids(token_ids: Tensor, active: Tensor, vocabulary: int) -> None:
     """Raise on a CPU for an id of an active row that is outside the vocabulary."""
-    if can_read(rows.token_ids):
-        invalid = active & ((rows.token_ids < 0) | (rows.token_ids >= vocabulary))
+    if can_read(token_ids):
+        invalid = active & ((token_ids < 0) | (token_ids >= vocabulary))
         if bool(invalid.any()):
             where = tuple(invalid.nonzero()[0].tolist())
             raise ValueError(
                 f"token_ids must lie in [0, {vocabulary}) or be ignore_index, "
-                f"got {int(rows.token_ids[where])} at {where}"
+                f"got {int(token_ids[where])} at {where}"
             )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 _PLAIN = (str, type(None), bytes, bytearray, slice, range, Enum, torch.dtype, Number)
 
 
-def described(
+def description_of(
     value: Any, split: int | None = None, known: dict[int, tuple[object, str]] | None = None
 ) -> str:
     """Return a description that is equal in two processes with the same argument.
@@ -41,7 +41,7 @@ def described(
     known = {} if known is None else known
     if id(value) not in known:
         known[id(value)] = value, "..."  # for references to itself
-        inner = functools.partial(described, split=split, known=known)
+        inner = functools.partial(description_of, split=split, known=known)
         known[id(value)] = value, _of_parts(value, inner)
     return known[id(value)][1]
 

@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from fastrl.ops._linear.whole_rows import WholeRows
+from fastrl.ops._head.whole_rows import WholeRows
 
 _HALVES = (torch.bfloat16, torch.float16)
 #: Devices for which torch has no product of 16-bit matrices with a float32 result.

@@ -2,7 +2,7 @@
 
     logits = hidden weight^T,   d hidden = d logits weight,   d weight += d logits^T hidden
 
-The implementation is chosen once per call by backend, device and dtype (`kept.py` has the products
+The implementation is chosen once per call by backend, device and dtype (`kept_products.py` has that
 for rows that kept a part of the vocabulary). On a CPU torch rounds the product of 16-bit matrices
 to 16 bits, which is too coarse for log-probabilities, so operands are converted block by block, or
 multiplied by fastrl's kernel for AMX tiles.
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from fastrl import native
-from fastrl.ops._linear.tensor_cores import TensorCoreProducts, multiply_bfloat16
-from fastrl.ops._linear.whole_rows import WholeRows
+from fastrl.ops._head.tensor_cores import TensorCoreProducts, multiply_bfloat16
+from fastrl.ops._head.whole_rows import WholeRows
 
 #: Bytes of a converted block of weights.
 _BLOCK_BYTES = 16 * 2**20

@@ -15,9 +15,9 @@ from torch import Tensor
 from fastrl.checks import floating, is_sharded, number, on_device
 from fastrl.library import arithmetic_dtype, stored_dtype
 from fastrl.native import new_large
-from fastrl.ops._linear.kept import KeptProducts
-from fastrl.ops._linear.products import Products as WholeProducts
-from fastrl.ops._linear.sharded import gathered
+from fastrl.ops._head.kept_products import KeptProducts
+from fastrl.ops._head.products import Products as WholeProducts
+from fastrl.ops._head.sharded import gathered
 from fastrl.ops._vocabulary_parts.parts import group_of, local_part
 
 Products = WholeProducts | KeptProducts

@@ -1,0 +1,1 @@
+"""What a row sees of the vocabulary: all of it, the tokens it kept, or this rank's part."""

@@ -1,0 +1,1 @@
+"""Rows of logits: their statistics, losses and gradients, all at once or chunk by chunk."""
