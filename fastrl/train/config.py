@@ -64,7 +64,8 @@ class RunConfig:
     """Divides the logits in sampling and in the loss."""
     top_p: float = 1.0
     """Sample from the most likely tokens, whose probabilities add up to this.
-    Loss and log-probabilities are over the kept tokens. Evaluation is greedy and ignores this."""
+    Loss, log-probabilities and teacher are over the kept tokens.
+    Evaluation is greedy and ignores this."""
     top_k: int | None = None
     """Sample from this many of the most likely tokens."""
     min_p: float = 0.0
@@ -289,8 +290,6 @@ class GrpoConfig(RunConfig):
         if self.teacher is not None:
             self.teacher_coef = 1.0 if self.teacher_coef is None else self.teacher_coef
             self.teacher_beta = 1.0 if self.teacher_beta is None else self.teacher_beta
-            if self.keeps_tokens:
-                raise ValueError("top_p, top_k and min_p must keep all tokens with a teacher")
         if not self.has_reward and (len(self.reward) > 1 or not self.teacher_coef):
             raise ValueError(
                 "reward must be none alone, with a teacher and teacher_coef above 0, or name "

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +14,23 @@ pytest.importorskip("transformers")
 
 import transformers
 
+from fastrl import KeptTokens
 from fastrl.train.config import GrpoConfig
 from fastrl.train.loading import character_tokenizer
+from fastrl.train.metrics import MetricMeans
 from fastrl.train.packing import normalizer
 from fastrl.train.plan import report
 from fastrl.train.policy import batches, policy_loss, policy_outputs
 from fastrl.train.teacher_model import TeacherModel
-from tests.train.packed import CONFIGS, assert_equal, make_model, make_rollout, padded, plain
+from tests.train.packed import (
+    ADVANTAGES,
+    CONFIGS,
+    assert_equal,
+    make_model,
+    make_rollout,
+    padded,
+    plain,
+)
 from tests.train.runs import assert_same, rows, run
 
 pytestmark = pytest.mark.usefixtures("unreported")
@@ -56,24 +67,60 @@ def teacher(tmp_path):
     return save_teacher(tmp_path / "teacher")
 
 
+def make_sets(rollout):
+    """Sets of any size, one of them without its own token, and a mask of the kept tokens."""
+    ids = rollout.token_ids.flatten()
+    rank = torch.rand(len(ids), TOKENS, generator=torch.Generator().manual_seed(4))
+    rank[torch.arange(len(ids)), ids] = -1.0  # a set has its own token
+    rank = rank.argsort(1).argsort(1)
+    sizes = torch.tensor([TOKENS, 1, 3, 7, 20, TOKENS - 1]).repeat(len(ids))[: len(ids), None]
+    inside = rank < sizes
+    sets = [row.nonzero()[:, 0].tolist() * (len(row) > row.sum()) for row in inside]
+    lacking = int((rollout.mask.flatten() & (sizes[:, 0] == 3)).nonzero()[0])
+    sets[lacking].remove(int(ids[lacking]))
+    return KeptTokens.from_lists(sets), inside.view(*rollout.mask.shape, TOKENS)
+
+
+def plain_logprobs(model, rollout, inside):
+    """Of the tokens that were kept, from padded sequences; others have 0, and no gradient."""
+    logits = padded(model, rollout)[0][..., :TOKENS] / 0.8
+    return logits.masked_fill(~inside, -math.inf).log_softmax(-1).masked_fill(~inside, 0.0)
+
+
+def plain_divergence(q, p, beta):
+    def kl(one, other):
+        return (one.exp() * (one - other)).sum(-1)
+
+    if beta in (0, 1):
+        return kl(q, p) if beta else kl(p, q)
+    m = ((1 - beta) * q.exp() + beta * p.exp()).log()
+    return beta * kl(p, m) + (1 - beta) * kl(q, m)
+
+
+@pytest.mark.parametrize(
+    ("keeps", "advantages"), [(False, None), (True, ADVANTAGES)], ids=["alone", "kept, rewarded"]
+)
 @pytest.mark.parametrize("loss", ["linear", "logits"])
-@pytest.mark.parametrize("beta", [1.0, 0.0])
-def test_gradients_are_those_of_the_divergence_of_padded_sequences(tmp_path, loss, beta):
-    """Of a policy without advantages, and of a teacher whose head has more rows."""
+@pytest.mark.parametrize("beta", [1.0, 0.0, 0.3])
+def test_gradients_are_those_of_padded_sequences(tmp_path, loss, beta, keeps, advantages):
+    """Of a teacher whose head has more rows, over all tokens or over those that were kept."""
     name = save_teacher(tmp_path, rows=TOKENS + 3)
-    settings = {"teacher": name, "teacher_beta": beta, "teacher_coef": 0.5, "reward": ("none",)}
-    model, config = make_model("llama", loss=loss, temperature=0.8, **settings)
+    settings = {"teacher": name, "teacher_beta": beta, "teacher_coef": 0.5, "loss": loss}
+    settings |= {"reward": ("none",)} if advantages is None else {}
+    model, config = make_model("llama", temperature=0.8, **settings)
     before, rollout = torch.get_rng_state(), make_rollout(holes=True)
+    kept, inside = make_sets(rollout) if keeps else (None, torch.tensor(True))
+    rollout = rollout._replace(kept=kept)
     teacher = TeacherModel(config, model, CHARACTERS)
     assert torch.equal(torch.get_rng_state(), before)
     objective, found = config.policy_objective(), torch.zeros(rollout.mask.shape)
-    config = replace(config, tokens_per_micro_batch=60)
+    config, metrics, total = replace(config, tokens_per_micro_batch=60), MetricMeans(), 0.0
     for batch in batches(rollout, torch.arange(len(found)), rollout.mask, config):
         result = policy_loss(
             policy_outputs(model, batch, config),
             batch,
             config,
-            None,
+            None if advantages is None else advantages[batch.rows],
             old_logprobs=None,
             teacher=teacher(batch),
             objective=objective,
@@ -81,17 +128,29 @@ def test_gradients_are_those_of_the_divergence_of_padded_sequences(tmp_path, los
         )
         result.loss.backward()
         batch.put(result.logprobs, into=found)
+        total += result.loss.item()
+        metrics.add(result.metrics, torch.zeros(()), batch)
     own, other = plain(model), plain(teacher.model)
-    q = (padded(own, rollout)[0] / 0.8).log_softmax(-1)
-    p = (padded(other, rollout)[0][..., :TOKENS] / 0.8).log_softmax(-1).detach()
-    first, second = (q, p) if beta == 1 else (p, q)
-    divergence = (first.exp() * (first - second)).sum(-1) * rollout.mask
-    (0.5 * (divergence.sum(1) / rollout.mask.sum(1)).mean()).backward()
-    expected = q.gather(-1, rollout.token_ids[..., None])[..., 0].float() * rollout.mask
+    q = plain_logprobs(own, rollout, inside)
+    p = plain_logprobs(other, rollout, inside).detach()
+    divergence = plain_divergence(q, p, beta)
+    sampled = q.gather(-1, rollout.token_ids[..., None])[..., 0]
+    ratio = (sampled - sampled.detach()).exp()
+    per_token = 0.5 * divergence - (0 if advantages is None else advantages[:, None] * ratio)
+    loss = ((per_token * rollout.mask).sum(1) / rollout.mask.sum(1)).mean()
+    loss.backward()
+    assert total == pytest.approx(loss.item(), abs=1e-6)
+    expected = (sampled.float() * rollout.mask).detach()
     gradients = [p.grad for p in model.parameters()]
-    assert_equal([expected.detach(), *(p.grad for p in own.parameters())], [found, *gradients])
+    assert_equal([expected, *(p.grad for p in own.parameters())], [found, *gradients])
     assert all(p.grad is None and not p.requires_grad for p in teacher.model.parameters())
     assert not teacher.model.training
+    likely = [x.masked_fill(~inside, -math.inf).argmax(-1) for x in (q, p)]
+    means = {"divergence": divergence, "teacher_entropy": -(p.exp() * p).sum(-1)}
+    means["teacher_agreement"] = (likely[0] == likely[1]).double()
+    means = {name: values[rollout.mask].mean().item() for name, values in means.items()}
+    read = metrics.read()
+    assert {name: read[name] for name in means} == pytest.approx(means, rel=1e-5)
 
 
 @pytest.mark.parametrize("settings", [{}, {"loss": "logits", "teacher_beta": 0.5}], ids=str)
@@ -138,8 +197,14 @@ def test_beside_a_reward_every_completion_is_learned_from(small, teacher):
 
 def test_a_resumed_run_equals_an_uninterrupted_one_and_has_the_same_teacher(small, teacher):
     own = {"teacher": teacher, "teacher_coef": 0.7, "steps": 4, "save_every": 2, "group_size": 4}
-    small |= {**own, "learning_rate": 1e-3}
+    small |= {**own, "learning_rate": 1e-3, "top_p": 0.9, "kl_coef": 0.1, "minibatches": 2}
     whole = run("grpo", small).directory
+    for row in rows(whole)[1:]:
+        assert 1 < row["kept_tokens"] < TOKENS
+        assert row["kept_lacking"] == 0
+        assert 0 < row["divergence"] < math.inf
+        assert 0 < row["teacher_entropy"] < math.log(TOKENS)
+        assert all(map(math.isfinite, row.values()))
     again = shutil.copytree(whole, whole.with_name("again"))
     shutil.rmtree(again / "checkpoints" / "step-000004")
     small["out"] = str(again)
@@ -156,10 +221,14 @@ def test_a_resumed_run_equals_an_uninterrupted_one_and_has_the_same_teacher(smal
 def test_the_last_checkpoint_of_a_run_is_a_teacher(small, base):
     small |= {"model": str(base), "group_size": 4}
     directory = run("grpo", small, steps=1).directory
-    alone = {**ALONE, "model": str(directory / "checkpoints" / "step-000001"), "out": "student"}
-    first = rows(run("grpo", small, **alone, steps=1, teacher=str(directory)).directory)[1]
-    assert first["divergence"] == pytest.approx(0, abs=1e-9)
-    assert first["teacher_agreement"] == 1
+    alone = {**ALONE, "model": str(directory / "checkpoints" / "step-000001")}
+    alone |= {"teacher": str(directory), "steps": 1, "kl_coef": 0.1}
+    for number, keeps in enumerate(({}, {"top_p": 0.9}, {"top_k": 5, "min_p": 0.001})):
+        alone["out"] = f"student-{number}"
+        first = rows(run("grpo", small, **alone, **keeps).directory)[1]
+        assert first["divergence"] == pytest.approx(0, abs=1e-9)
+        assert first["teacher_agreement"] == 1
+        assert first["kl"] == pytest.approx(0, abs=1e-9)
 
 
 def test_a_teacher_of_other_tokens_is_refused(small, tmp_path):
@@ -195,7 +264,6 @@ REFUSED = [
     ({"teacher_beta": 0.5}, "teacher must be given with teacher_coef or teacher_beta"),
     ({"teacher": "x", "teacher_beta": 1.5}, "teacher_beta must be at most 1, got 1.5"),
     ({"teacher": "x", "teacher_coef": -1.0}, "teacher_coef must be at least 0"),
-    ({"teacher": "x", "top_p": 0.9}, "top_p, top_k and min_p must keep all tokens"),
     ({"reward": ("none",)}, "reward must be none alone, with a teacher and teacher_coef above 0"),
     ({**ALONE, "teacher": "x", "teacher_coef": 0.0}, "reward must be none alone, with a teacher"),
     ({"teacher": "x", "reward": ("none", "exact_match")}, "reward must be none alone"),
