@@ -37,9 +37,9 @@ def test_a_frozen_head_is_kept_and_not_copied():
         weight = torch.randn(11, 4)
     hidden = torch.randn(3, 4, requires_grad=True)
     node = fastrl.linear_token_logprobs(hidden, weight, torch.tensor([1, 2, 3])).grad_fn
-    while not hasattr(node, "inference_tensors"):
+    while not hasattr(node, "of_inference"):
         node = node.next_functions[0][0]
-    (kept,) = (x for x in node.inference_tensors if x is not None)
+    (kept,) = node.of_inference.values()
     assert kept.data_ptr() == weight.data_ptr()
 
 
