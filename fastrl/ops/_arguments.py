@@ -166,4 +166,5 @@ def each_tensor(change: Callable[[Tensor], Tensor], fields: Fields) -> Fields:
 def split_tensors(values: Sequence[Any]) -> tuple[list[Tensor | None], list[Any]]:
     """Return the tensors among values, and the others, with None in place of the rest."""
     tensors = [x if isinstance(x, Tensor) else None for x in values]
-    return tensors, [None if isinstance(x, Tensor) else x for x in values]
+    pairs = zip(values, tensors, strict=True)
+    return tensors, [value if x is None else None for value, x in pairs]
