@@ -133,3 +133,11 @@ def test_a_slice_of_wider_logits(backend):
         ).loss
         grads.append(torch.autograd.grad(loss + last + logits[:, -1].sum(), weight)[0])
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-6, atol=1e-7)
+
+
+def test_logits_of_no_tokens(backend):
+    leaf = torch.randn(3, 0, 5, requires_grad=True)
+    logits = leaf.transpose(0, 1) * 1  # with strides of 0
+    ids = torch.zeros(0, 3, dtype=torch.int64)
+    fastrl.token_logprobs(logits, ids, inplace_backward=True, backend=backend).sum().backward()
+    assert leaf.grad.shape == leaf.shape
