@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fastrl
@@ -161,6 +162,17 @@ def test_transforms_of_torch_func_are_refused(name, transform, default):
     message = "cannot be transformed .* no rule for a gradient that a function computes itself"
     with pytest.raises(RuntimeError, match=message):
         TRANSFORMS[transform](lambda y: total(entry, y, inputs, default), x)
+
+
+@pytest.mark.parametrize("name", [name for name in KERNELS if "function" not in name])
+def test_a_tangent_is_refused(name, default):
+    """Also one of a tensor that needs no gradient."""
+    if (name, default) == (KERNELS[0], "reference"):
+        pytest.skip("it has a tangent")
+    entry, x, inputs = drawn(name)
+    x = x.detach()
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        total(entry, forward_ad.make_dual(x, x.clone()), inputs, default)
 
 
 @pytest.mark.parametrize("whole", [True, False])

@@ -30,7 +30,7 @@ def with_gradients(
     tensors, grads, cast_back = [], [], False
     for x, grad in gradients:
         # in forward mode the function raises instead of losing the tangent
-        if x is not None and grad is not None and (x.requires_grad or _forward_mode()):
+        if x is not None and grad is not None and (x.requires_grad or forward_mode()):
             tensors.append(x)
             grads.append(grad)
             cast_back = cast_back or grad.dtype != x.dtype
@@ -39,7 +39,8 @@ def with_gradients(
     return cast("Tensor", _KnownGradients.apply(loss, cast_back, backend, *tensors, *grads))  # type: ignore[no-untyped-call]
 
 
-def _forward_mode() -> bool:
+def forward_mode() -> bool:
+    """Return whether tensors may have tangents."""
     return forward_ad._current_level >= 0
 
 

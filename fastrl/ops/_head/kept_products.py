@@ -16,9 +16,12 @@ from torch import Tensor
 from fastrl.library import NAMESPACES
 from fastrl.ops._head.products import Products, TileProducts
 from fastrl.ops._head.tensor_cores import TensorCoreProducts
-from fastrl.ops._lens.kept import CHUNK_BYTES, COLUMN_BYTES
 from fastrl.ops._vocabulary_parts.parts import VocabularyParts
 
+#: Bytes in memory for a chunk of rows that kept tokens, on a CPU and on a GPU.
+_CHUNK_BYTES = (16 * 2**20, 256 * 2**20)
+#: Bytes of temporary tensors per column: ids in 32 and 64 bits, logits, comparisons.
+_COLUMN_BYTES = 32
 #: Elements of gathered rows that exist at once if there are no kernels for these products.
 _AT_ONCE = 2**22
 # How much faster a GPU multiplies than it reads: a GEMM over V columns takes as long as reading
@@ -147,10 +150,10 @@ def widest(vocabulary: int, products: Products, parts: VocabularyParts, *, on_gp
     return max(1, vocabulary // ratio)
 
 
-def kept_chunk_size(width: int, hidden: Tensor, dtype: torch.dtype, *, on_gpu: bool) -> int:
-    """Return how many rows with `width` kept tokens a chunk has."""
-    row_bytes = COLUMN_BYTES * width + 3 * hidden.shape[1] * dtype.itemsize
-    return max(1, CHUNK_BYTES[on_gpu] // row_bytes)
+def kept_chunk_size(width: int, features: int, dtype: torch.dtype, *, on_gpu: bool) -> int:
+    """Return how many rows with `width` kept tokens, and so many hidden features, a chunk has."""
+    row_bytes = _COLUMN_BYTES * width + 3 * features * dtype.itemsize
+    return max(1, _CHUNK_BYTES[on_gpu] // row_bytes)
 
 
 def _row_major(matrix: Tensor) -> Tensor:
@@ -158,7 +161,8 @@ def _row_major(matrix: Tensor) -> Tensor:
 
 
 def _call(name: str, backend: str, out: Tensor, *arguments: Tensor) -> None:
-    if backend == "reference":
+    of_kernels = out.is_cuda or all(x.dtype != torch.float64 for x in arguments)
+    if backend == "reference" or not of_kernels:
         _REFERENCE[name](out, *arguments)
         return
     space = "triton" if backend == "triton" or out.is_cuda else "cpu"

@@ -18,10 +18,6 @@ from fastrl.checks import can_read
 from fastrl.ops._arguments import KeptArguments
 from fastrl.ops._vocabulary_parts.parts import VocabularyParts
 
-#: Bytes in memory for a chunk of such rows, on a CPU and on a GPU.
-CHUNK_BYTES = (16 * 2**20, 256 * 2**20)
-#: Bytes of temporary tensors per column: ids in 32 and 64 bits, logits, comparisons.
-COLUMN_BYTES = 32
 #: The number of tokens of a row that has the whole vocabulary: similar to no other number.
 WHOLE_ROW = 2**31
 #: A chunk has rows of up to twice the tokens of its first row, plus this many.

@@ -78,6 +78,7 @@ class _RowStats(torch.autograd.Function):
         stats, comparison = tensors[len(others) :][:3], tensors[len(others) + 3 :]
         of_rows, of_teacher = grads[: len(OF_ROW)], grads[len(OF_ROW) :]
         slopes = [None if x is None else x.contiguous() for x in slopes_of(of_rows)]
+        # the first fields of a `Source`, or the logits alone
         logits, trainable = arguments[0], arguments[:1] if len(needs) == 1 else arguments[1:6]
         arguments += [*stats, *slopes]
         kernels = None if ctx.kernels_of is None else operators(ctx.kernels_of)

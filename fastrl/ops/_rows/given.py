@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastrl import native
 from fastrl.ops._arguments import RowInputs
-from fastrl.ops._lens.kept import CHUNK_BYTES, COLUMN_BYTES
+from fastrl.ops._head.kept_products import kept_chunk_size
 from fastrl.ops._lens.rows import Rows
 from fastrl.ops._rows.chunk import Chunk, OrderedRows, kept_rows
 from fastrl.ops._rows.order import order_rows
@@ -62,13 +62,14 @@ class GivenRows:
         widest = max(parts.sizes, default=logits.shape[-1])
         real = self._inputs.source.dtype()
         whole = max(1, _COPY_BYTES[on_gpu] // (2 * widest * real.itemsize))
+        features = 0 if projection is None else projection.hidden.shape[1]
         most = 0
         for rows, width in pieces:
             if width is None and self._in_place:
                 continue
             size = whole
             if width is not None:
-                size = max(1, CHUNK_BYTES[on_gpu] // (COLUMN_BYTES * width))
+                size = kept_chunk_size(width, features, real, on_gpu=on_gpu)
                 if projection is not None and projection.by_gemm(width):
                     size = min(size, whole)
             for start in range(rows.start, rows.stop, size):
@@ -97,7 +98,7 @@ class GivenRows:
         return iter(())
 
     def comparison(self, chunk: Chunk) -> Comparison:
-        """Return the comparison of a chunk, which is the latest one."""
+        """Return the comparison of a chunk, until that of the next one is made."""
         if chunk.place is None:
             return self.companion.comparison_of_all(chunk.rows, chunk.logits)
         return self.companion.comparison_of(chunk.place, chunk.rows, chunk.logits, chunk.columns)

@@ -7,10 +7,10 @@
 A teacher's row meets the student's after the statistics, in `compare` of `_teacher/pair.py`, or of
 `_teacher/top_k.py` for a teacher's K tokens, and again where dL/dlogits is written.
 
-Masked rows are left out of all GEMMs, and rows with advantage or weight 0 are left out of the GEMMs
-for gradients. On a CPU, rows whose slopes turn out to be 0 (clipped) are left out of these, too,
-unless there is a teacher or the vocabulary is split. On a GPU that would take a synchronization per
-chunk, which costs more than it saves, so these rows stay as zeros.
+With `compact`, masked rows are left out of all GEMMs, and rows with advantage or weight 0 of the
+GEMMs for gradients. On a CPU, so are rows whose slopes turn out to be 0 (clipped), unless there is
+a teacher or the vocabulary is split. On a GPU that would take a synchronization per chunk, which
+costs more than it saves, so these rows stay as zeros.
 """
 
 from __future__ import annotations

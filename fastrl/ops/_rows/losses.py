@@ -9,6 +9,7 @@ from fastrl.contract import TeacherStats
 from fastrl.ops._arguments import RowInputs, flat
 from fastrl.ops._autograd.known_gradient import (
     alias_before_overwriting,
+    forward_mode,
     mark_overwritten,
     with_gradients,
 )
@@ -38,8 +39,10 @@ def loss_in_one_pass(
         (logits,) = trainable
         assert logits is not None
         trainable = (alias_before_overwriting(logits),)
-    differentiable = torch.is_grad_enabled()
-    needs = [differentiable and x is not None and x.requires_grad for x in trainable]
+    differentiable, has_tangents = torch.is_grad_enabled(), forward_mode()
+    needs = [
+        x is not None and (has_tangents or (differentiable and x.requires_grad)) for x in trainable
+    ]
     detached = [None if x is None else x.detach() for x in rows.source.trainable()]
     rows = rows._replace(source=rows.source.with_trainable(detached))
     objective = inputs.objective

@@ -98,11 +98,14 @@ class ProjectedRows:
         return self._chunks(self.order.with_gradient, self.order.others)
 
     def _chunks(self, start: int, count: int) -> Iterator[Chunk]:
-        hidden, dtype = self._projection.hidden, self._projection.head.dtype
+        dtype, teacher = self._projection.head.dtype, self.companion.projection
+        features = self._projection.hidden.shape[1]
+        if teacher is not None:
+            features += teacher.hidden.shape[1]
         for rows, width in self.order.pieces(start, count):
             size = self._size
             if width is not None and not self._by_gemm(width):
-                size = kept_chunk_size(width, hidden, dtype, on_gpu=self._on_gpu)
+                size = kept_chunk_size(width, features, dtype, on_gpu=self._on_gpu)
             for place in chunks(rows.start, rows.stop - rows.start, size, on_gpu=self._on_gpu):
                 yield self._chunk(place)
 
@@ -115,7 +118,7 @@ class ProjectedRows:
         return Chunk(place, index, rows, projected.logits[None], columns, projected)
 
     def comparison(self, chunk: Chunk) -> Comparison:
-        """Return the comparison of a chunk, which is the latest one."""
+        """Return the comparison of a chunk, until that of the next one is made."""
         assert chunk.place is not None
         return self.companion.comparison_of(chunk.place, chunk.rows, chunk.logits, chunk.columns)
 

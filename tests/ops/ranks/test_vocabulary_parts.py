@@ -263,7 +263,7 @@ def tiles_on_ranks():
     """Kept tokens on two CPUs, of which one multiplies a matrix on tiles."""
     hidden, weight, ids = torch.randn(40, 32), torch.randn(1024, 32), torch.arange(40)
     kept = fastrl.KeptTokens.from_lists([torch.randperm(1024)[:30] for _ in ids])
-    row_order._CPU_CHUNK_BYTES, kept_products.CHUNK_BYTES = 4 * 1024 * 20, (32768, 32768)
+    row_order._CPU_CHUNK_BYTES, kept_products._CHUNK_BYTES = 4 * 1024 * 20, (32768, 32768)
     if dist.get_rank() == 0:
         kept_products.TileProducts = ConvertedProducts
     expected = fastrl.linear_token_logprobs(hidden, weight, ids, kept=kept)

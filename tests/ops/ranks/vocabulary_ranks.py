@@ -128,7 +128,7 @@ def in_small_chunks(V):
     """Give this process chunks of a few rows, of which ranks with other columns would have more."""
     given._COPY_BYTES = (16 * 2 * 4 * V,) * 2
     order._CPU_CHUNK_BYTES = order._GPU_CHUNK_BYTES = 20 * 4 * V
-    given.CHUNK_BYTES = kept_products.CHUNK_BYTES = (2048, 2048)
+    kept_products._CHUNK_BYTES = (2048, 2048)
 
 
 def drawn_on_ranks(world, seed, draws, backend):

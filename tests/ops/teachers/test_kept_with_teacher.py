@@ -5,6 +5,8 @@ import torch
 
 import fastrl
 from fastrl import KeptTokens, Objective, Teacher
+from fastrl.ops._head import kept_products
+from fastrl.ops._head.projection import Projection
 from tests.ops.test_kept_tokens import sets_of
 
 pytestmark = pytest.mark.kernels
@@ -115,6 +117,56 @@ def test_a_loss(backend, form, kind, name, inplace):
         (2 * one.loss).backward()
     for x, y in zip(leaves, exact, strict=True):
         assert_near(x.grad, y.grad)
+
+
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+def test_heads_in_float64(backend, form):
+    """A head may be wider than the hidden states; here its numbers are the same."""
+    student, teacher, ids, kept = drawn(1)
+    lora = torch.randn(2, WIDTH), torch.randn(V, 2), 0.5
+    found = []
+    for wide in (False, True):
+        hidden, a, b = (x.clone().requires_grad_() for x in (student[0], *lora[:2]))
+        weights = (teacher[1].double(), b.double()) if wide else (teacher[1], b)
+        given = {"teacher": Teacher.from_hidden(teacher[0], weights[0]), "backend": backend}
+        given |= {"kept": kept, "outputs": ("logprobs", "divergence")}
+        if form == "logits":
+            stats = fastrl.token_stats(hidden @ student[1].T, ids, **given)
+        else:
+            given["lora"] = (a, weights[1], lora[2])
+            stats = fastrl.linear_token_stats(hidden, student[1], ids, **given)
+        (stats.logprobs + stats.divergence).sum().backward()
+        found.append(
+            [stats.divergence, hidden.grad, *((a.grad, b.grad) if form == "hidden" else ())]
+        )
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+def test_chunks_have_room_for_a_wide_teacher(form, monkeypatch):
+    """A teacher's hidden states are gathered and converted, as the student's are."""
+    rows, wide, room = 40, 256, 20_000
+    monkeypatch.setattr(kept_products, "_CHUNK_BYTES", (room, room))
+    seen = []
+    project = Projection.project
+
+    def noted(self, *arguments, **more):
+        result = project(self, *arguments, **more)
+        seen.append(result.states.shape)
+        return result
+
+    monkeypatch.setattr(Projection, "project", noted)
+    ids = torch.randint(V, (rows,))
+    kept, teacher = KeptTokens.from_lists([[1]] * rows), torch.randn(rows, wide)
+    given = {"kept": kept, "teacher": Teacher.from_hidden(teacher, torch.randn(V, wide))}
+    given |= {"outputs": ("divergence",), "backend": "cpu"}
+    if form == "logits":
+        fastrl.token_stats(torch.randn(rows, V), ids, **given)
+    else:
+        fastrl.linear_token_stats(torch.randn(rows, 4), torch.randn(V, 4), ids, **given)
+    counts = [count for count, width in seen if width == wide]
+    assert sum(counts) == rows
+    assert max(counts) * 3 * 4 * wide <= room
 
 
 def test_a_set_without_the_teachers_tokens(backend):
