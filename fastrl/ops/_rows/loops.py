@@ -10,7 +10,8 @@ A teacher's row meets the student's after the statistics, in `compare` of `_teac
 With `compact`, masked rows are left out of all GEMMs, and rows with advantage or weight 0 of the
 GEMMs for gradients. On a CPU, so are rows whose slopes turn out to be 0 (clipped), unless there is
 a teacher or the vocabulary is split. On a GPU that would take a synchronization per chunk, which
-costs more than it saves, so these rows stay as zeros.
+costs more than it saves, so these rows stay as zeros. A backward that projects again leaves out all
+rows without a slope.
 """
 
 from __future__ import annotations

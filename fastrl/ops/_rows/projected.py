@@ -27,8 +27,9 @@ class ProjectedRows:
 
     A chunk's logits are overwritten by the next chunk, or by the one after it if the vocabulary is
     split. At the peak these live beside the arguments: the logits and states of such chunks, and a
-    teacher's; the head's gradient, in the dtype of the logits; and that of all hidden states. The
-    chunks are freed before the gradient of a 16-bit head is copied to its own dtype.
+    teacher's; the head's gradient, in the dtype of the logits; that of all hidden states; and the
+    operands and results that a chunk's GEMMs convert. The chunks are freed before the gradient of a
+    16-bit head is copied to its own dtype.
     """
 
     def __init__(
