@@ -34,7 +34,7 @@ class Source(NamedTuple):
     lora_a: Tensor | None
     lora_b: Tensor | None
     lora_scale: float
-    operand_dtype: torch.dtype | None  # of the GEMMs on a GPU; None: that of the results
+    operand_dtype: torch.dtype | None  # of GEMMs on a GPU; None: the dtype of the results
 
     # methods, not properties: torch.compile in torch 2.10 cannot trace properties of a NamedTuple
     def given(self) -> bool:

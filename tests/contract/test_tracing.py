@@ -179,6 +179,8 @@ def test_a_tangent_is_refused(name, default):
 @pytest.mark.parametrize("name", KERNELS)
 def test_transforms_are_refused_in_compiled_code_too(name, whole):
     """A graph that calls a kernel within a transform would return a gradient of 0."""
+    if name == KERNELS[0] and native.missing is not None:
+        pytest.skip("the reference may be transformed")
     entry, x, inputs = drawn(name)
     torch._dynamo.reset()
 

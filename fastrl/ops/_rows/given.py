@@ -98,7 +98,7 @@ class GivenRows:
         return iter(())
 
     def comparison(self, chunk: Chunk) -> Comparison:
-        """Return the comparison of a chunk, until that of the next one is made."""
+        """Return the comparison of a chunk, which is valid until the next call."""
         if chunk.place is None:
             return self.companion.comparison_of_all(chunk.rows, chunk.logits)
         return self.companion.comparison_of(chunk.place, chunk.rows, chunk.logits, chunk.columns)

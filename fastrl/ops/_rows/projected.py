@@ -26,10 +26,10 @@ class ProjectedRows:
     """Rows of hidden states and an LM head.
 
     A chunk's logits are overwritten by the next chunk, or by the one after it if the vocabulary is
-    split. At the peak these live beside the arguments: the logits and states of such chunks, and a
-    teacher's; the head's gradient, in the dtype of the logits; that of all hidden states; and the
-    operands and results that a chunk's GEMMs convert. The chunks are freed before the gradient of a
-    16-bit head is copied to its own dtype.
+    split. At its peak, a loss holds the logits and hidden states of a chunk (of the teacher, too),
+    the gradient of the head in the dtype of the logits, the gradient of all hidden states, and what
+    the GEMMs of a chunk convert. Chunks are freed before the gradient of a 16-bit head is copied to
+    its own dtype.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class ProjectedRows:
         return Chunk(place, index, rows, projected.logits[None], columns, projected)
 
     def comparison(self, chunk: Chunk) -> Comparison:
-        """Return the comparison of a chunk, until that of the next one is made."""
+        """Return the comparison of a chunk, which is valid until the next call."""
         assert chunk.place is not None
         return self.companion.comparison_of(chunk.place, chunk.rows, chunk.logits, chunk.columns)
 

@@ -32,7 +32,7 @@ class VocabularyParts(NamedTuple):
         return group_named(self.group)
 
     def total(self, own: int) -> int:
-        """Return the size of the whole vocabulary; `own` is that of a tensor here."""
+        """Return the size of the whole vocabulary, of which `own` columns are on this rank."""
         return sum(self.sizes) if self.split() else own
 
     def start(self) -> int:
