@@ -112,7 +112,7 @@ class RunConfig:
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     warm_start_steps: int | None = None
-    """Supervised steps at the start, on the demonstrations of an embedded task.
+    """Supervised steps at the start, on the records' demonstrations or answers.
     By default, only the small new model gets them."""
 
     tokens_per_micro_batch: int = 16384

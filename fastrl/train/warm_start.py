@@ -1,4 +1,4 @@
-"""A few supervised steps, so that a new model earns its first rewards."""
+"""A few supervised steps, so that a model earns its first rewards."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -16,7 +16,9 @@ from fastrl.train.rollout import Completion, Rollout, rollout_of
 
 #: Steps for the small new model, and prompts per step, by the embedded task.
 _OF_TASK = {"arithmetic": (700, 64), "long_addition": (1600, 8)}
-_RATE = 3e-3
+_PROMPTS = 16  # per step, of prompts of your own
+_RATE = 3e-3  # of the small new model; others learn at a multiple of the run's learning rate
+_FASTER = 5
 
 
 def warm_start_steps(config: RunConfig) -> int:
@@ -27,19 +29,21 @@ def warm_start_steps(config: RunConfig) -> int:
 
 
 def check_warm_start(prompts: list[Prompt], tokenizer: Any, config: RunConfig) -> None:
-    """Raise a `ValueError` if there are no demonstrations, or one is too long to be sampled."""
-    if not warm_start_steps(config):
-        return
-    if config.prompts[0] not in TASKS:
-        raise ValueError(
-            "warm_start_steps must be 0 with prompts of your own, which have no demonstrations"
-        )
-    shown = {text for prompt in prompts for text in prompt.record["demonstrations"]}
-    longest = max(len(tokenizer(text)["input_ids"]) for text in shown) + 1
+    """Raise a `ValueError` if a demonstration is missing, or is too long to be sampled."""
+    drawn = [prompt for some in _dealt(prompts, config) for prompt in some]
+    for prompt in drawn:
+        shown = _demonstrations(prompt)
+        if not shown or not all(text and isinstance(text, str) for text in shown):
+            raise ValueError(
+                "warm_start_steps must be 0 unless every record has a text in its answer or its "
+                f"demonstrations, got {shown} for {prompt.text[:80]!r}"
+            )
+    texts = sorted({text for prompt in drawn for text in _demonstrations(prompt)})
+    longest = max((len(ids) + 1 for ids in _token_ids(tokenizer, texts)), default=0)
     if longest > config.max_new_tokens:  # never rewarded
         raise ValueError(
-            f"max_new_tokens must be at least {longest} for the task {config.prompts[0]}, got "
-            f"{config.max_new_tokens}"
+            f"max_new_tokens must be at least {longest}, which the longest demonstration of "
+            f"warm_start_steps has, got {config.max_new_tokens}"
         )
 
 
@@ -48,23 +52,24 @@ def warm_start(
 ) -> Iterator[float]:
     """Train on the demonstrations of training prompts; yield the loss of each step.
 
-    With ``lora_rank`` the weights below the adapter learn, not the adapter.
+    A record's demonstrations are its `demonstrations`, or else its `answer`. With ``lora_rank`` the
+    weights below the adapter learn, not the adapter.
     """
     steps = warm_start_steps(config)
     if not steps:
         return
+    rate = _FASTER * config.learning_rate if config.model else _RATE
     adapted = config.lora_rank is not None
     with model.base_trained(frozen_head(model, config)) if adapted else nullcontext():
         optimizer = make_optimizer(
-            model.parameters(), config, lr=_RATE, betas=(0.9, 0.98), weight_decay=0.1
+            model.parameters(), config, lr=rate, betas=(0.9, 0.98), weight_decay=0.1
         )
         plain = replace(config, temperature=1.0)  # the temperature is for sampling
-        _, count = _OF_TASK[config.prompts[0]]
-        for step in range(steps):
+        rise = min(20, 1 + steps // 4)
+        for step, drawn in enumerate(_dealt(prompts, config)):
             for group in optimizer.param_groups:
-                group["lr"] = _RATE * min((step + 1) / 20, 1 - step / steps)
-            drawn = deal(prompts, count=count, step=step, seed=config.seed)
-            texts = [text for prompt in drawn for text in prompt.record["demonstrations"]]
+                group["lr"] = rate * min((step + 1) / rise, 1 - step / steps)
+            texts = [text for prompt in drawn for text in _demonstrations(prompt)]
             target = demonstrated(tokenizer, drawn, texts, model.device)
             total, loss = target.mask.sum(), 0.0
             for batch in batches(target, torch.arange(len(texts)), target.mask, plain):
@@ -78,6 +83,22 @@ def warm_start(
             yield loss
 
 
+def _dealt(prompts: list[Prompt], config: RunConfig) -> Iterator[list[Prompt]]:
+    """Yield the prompts of each supervised step."""
+    count = _OF_TASK.get(config.prompts[0], (0, _PROMPTS))[1]
+    for step in range(warm_start_steps(config)):
+        yield deal(prompts, count=count, step=step, seed=config.seed)
+
+
+def _demonstrations(prompt: Prompt) -> list[Any]:
+    shown = prompt.record.get("demonstrations", [prompt.record.get("answer")])
+    return shown if isinstance(shown, list) else [shown]
+
+
+def _token_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    return tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+
+
 def frozen_head(model: Any, config: RunConfig) -> list[nn.Parameter]:
     """Return the weights of the embeddings and of the LM head if ``freeze_head`` is on."""
     if not config.freeze_head:
@@ -88,10 +109,9 @@ def frozen_head(model: Any, config: RunConfig) -> list[nn.Parameter]:
 
 def demonstrated(tokenizer: Any, prompts: list[Prompt], texts: list[str], device: Any) -> Rollout:
     """Return texts as completions of their prompts, as if they had been sampled."""
-    ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
     completions = [
         Completion(torch.tensor([*own, tokenizer.eos_token_id]), torch.zeros(len(own) + 1), True)
-        for own in ids
+        for own in _token_ids(tokenizer, texts)
     ]
     return rollout_of(prompts, completions, device)
 

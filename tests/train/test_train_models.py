@@ -12,14 +12,15 @@ pytest.importorskip("peft")
 from safetensors.torch import load_file
 
 from fastrl.train.adapters import attach
-from fastrl.train.config import GrpoConfig
+from fastrl.train.config import GrpoConfig, RunConfig
 from fastrl.train.loading import load, not_finite
 from fastrl.train.policy import batches, completion_logprobs, policy_logprobs, policy_outputs
 from fastrl.train.prompts import encode
 from fastrl.train.recomputation import save_memory
 from fastrl.train.reference import Reference
 from fastrl.train.reward_model import RewardModel
-from fastrl.train.warm_start import warm_start
+from fastrl.train.sampling import Sampler
+from fastrl.train.warm_start import check_warm_start, warm_start
 from tests.train.packed import make_rollout
 
 pytestmark = pytest.mark.slow
@@ -150,6 +151,26 @@ def test_the_warm_start_trains_the_weights_below_the_adapter(base):
         assert parameter.requires_grad == ("lora_" in name)
         fixed = any(part in name for part in ("lora_", "lm_head", "embed"))
         assert torch.equal(parameter, before[name]) == fixed, name
+
+
+def test_the_warm_start_imitates_the_answers_of_own_prompts(base):
+    model, tokenizer = load(str(base), CPU)
+    answers = [{"prompt": "a:", "answer": "3 + 4"}]
+    config = RunConfig(model=str(base), prompts=("a.jsonl", "b.jsonl"), warm_start_steps=30)
+    config = replace(config, learning_rate=1e-3, max_new_tokens=6)
+    prompts = encode(answers, tokenizer, config)
+    check_warm_start(prompts, tokenizer, config)
+    assert list(warm_start(model, tokenizer, prompts, config))[-1] < 0.1
+    completions = Sampler(model, tokenizer, config).greedy(prompts)[1]
+    assert completions == ["3 + 4"]
+    short = replace(config, max_new_tokens=5)
+    with pytest.raises(ValueError, match="max_new_tokens must be at least 6, which the longest"):
+        check_warm_start(prompts, tokenizer, short)
+    for wrong in ({}, {"answer": 7}, {"answer": ""}, {"demonstrations": []}):
+        records = encode([{"prompt": "b:", **wrong}], tokenizer, config)
+        with pytest.raises(ValueError, match="warm_start_steps must be 0 unless .* for 'b:'"):
+            check_warm_start(records, tokenizer, config)
+        check_warm_start(records, tokenizer, replace(config, warm_start_steps=0))
 
 
 @pytest.mark.parametrize("tile", [None, 16])
