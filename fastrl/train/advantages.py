@@ -17,11 +17,11 @@ def compared(rewards: Tensor, config: PpoConfig) -> Tensor:
     For ``group`` they are (reward - mean) / deviation over the completions of a prompt. The KL
     penalty is subtracted from the result and not from the rewards. Completions with equal rewards
     differ only in the penalty, whose noise, divided by its own deviation, would count as much as a
-    reward.
+    reward. A reward that is NaN is none, and is left out.
     """
     if config.advantage != "group":
         return rewards
-    return group_advantages(rewards, group_size=config.group_size).advantages
+    return group_advantages(rewards, group_size=config.group_size, convention="trl").advantages
 
 
 def token_rewards(rewards: Tensor, penalty: Tensor, mask: Tensor) -> Tensor:

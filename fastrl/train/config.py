@@ -159,7 +159,7 @@ class RunConfig:
     """Steps between evaluations on the held-out prompts; every second evaluation shows samples."""
     save_every: int = 50
     """Steps between checkpoints; the last two checkpoints are kept."""
-    save_minutes: float | None = None
+    save_minutes: float | None = 10.0
     """Also save a checkpoint when this many minutes have passed since the last one."""
     device: str = "auto"
     """auto, cpu, cuda, ...; auto uses a GPU if there is one."""
@@ -261,7 +261,7 @@ class GrpoConfig(RunConfig):
     The default is group, and unscaled for dr_grpo."""
     sampling_rounds: int = 1
     """Rounds of sampling, in which groups of other prompts replace groups of equal rewards.
-    Above 1 this is DAPO's dynamic sampling."""
+    The rewards are compared without overlong. Above 1 this is DAPO's dynamic sampling."""
     teacher: str | None = None
     """A causal LM with the same tokens, which the policy also approaches on its own samples.
     It is a directory, a hub name, or a run, whose last checkpoint is used."""

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from fastrl.train import rewards, rollout
 from fastrl.train.config import GrpoConfig
@@ -14,8 +15,8 @@ from fastrl.train.rollout import Rollout
 class SampledGroups:
     """A collection of ``prompts_per_step`` groups in at most ``sampling_rounds`` rounds.
 
-    With several rounds (DAPO, https://arxiv.org/abs/2503.14476, section 3.2), a group with equal
-    rewards is kept only if no round brings another group to replace it.
+    With several rounds (DAPO, https://arxiv.org/abs/2503.14476, section 3.2), a group that is not
+    `informative` is kept only if no round brings another group to replace it.
     """
 
     def __init__(self, config: GrpoConfig) -> None:
@@ -43,8 +44,7 @@ class SampledGroups:
         self.rounds += 1
         self.failures += int(scored.failed.sum())
         size = self._config.group_size
-        groups = scored.total.view(-1, size)
-        kept = (groups != groups[:, :1]).any(1) | (self._config.sampling_rounds == 1)
+        kept = informative(scored, size) | (self._config.sampling_rounds == 1)
         of_group = torch.arange(len(scored.total)).view(-1, size)
         for chosen, where in ((kept, self._kept), (~kept, self._spare)):
             rows = of_group[chosen].flatten()
@@ -58,6 +58,27 @@ class SampledGroups:
         sampled = rollout.concatenate([part.sampled for part in parts])
         scored = rewards.concatenate([part.scored for part in parts])
         return sampled.rows(torch.arange(count)), scored.rows(torch.arange(count))
+
+
+def informative(scored: Scored, group_size: int) -> Tensor:
+    """Return which groups have rewards that differ, without the length penalty ``overlong``.
+
+    The lengths of equally right answers always differ, and DAPO counts right answers (equation 11).
+    """
+    rewards = scored.unshaped.view(-1, group_size)
+    lowest = rewards.nan_to_num(nan=torch.inf).amin(1)
+    return rewards.nan_to_num(nan=-torch.inf).amax(1) > lowest
+
+
+def compared(scored: Scored, config: GrpoConfig) -> Tensor:
+    """Return which completions have an advantage in their group, bool [N].
+
+    They have a reward, and with several rounds their group is informative.
+    """
+    if config.sampling_rounds == 1:
+        return scored.known
+    size = config.group_size
+    return scored.known & informative(scored, size).repeat_interleave(size)
 
 
 class _Round(NamedTuple):

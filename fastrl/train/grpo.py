@@ -17,8 +17,8 @@ from typing import Any
 from fastrl import group_advantages
 from fastrl.train.command_line import main
 from fastrl.train.config import GrpoConfig
-from fastrl.train.groups import SampledGroups
-from fastrl.train.metrics import MetricMeans, lengths, sampler_kl
+from fastrl.train.groups import SampledGroups, compared, informative
+from fastrl.train.metrics import MetricMeans, lengths, reward_std, sampler_kl
 from fastrl.train.optimizers import make_optimizer
 from fastrl.train.packing import minibatches, normalizer
 from fastrl.train.policy import batches, completion_logprobs, policy_loss, policy_outputs
@@ -78,18 +78,24 @@ def train(config: GrpoConfig) -> Summary:
             rollout, scored = sampled.batch()
             rewards = scored.total.to(model.device)
 
-            # Compare the rewards within each group. A completion without advantage has no gradient,
-            # unless another term asks for one, and does not enter the model.
+            # Compare the rewards within each group. A completion without a reward is left out. One
+            # without advantage has no gradient, unless another term asks for one, and does not
+            # enter the model.
             groups = None  # if the policy learns from the teacher alone
             if config.has_reward:
-                groups = group_advantages(rewards, group_size=size, **ADVANTAGES[advantage])
-            counted = rollout.counted(config.truncated)
-            has_loss = counted.any(1)
+                taught = compared(scored, config).to(model.device)
+                groups = group_advantages(
+                    rewards, mask=taught, group_size=size, **ADVANTAGES[advantage]
+                )
+            counted = rollout.counted(config.truncated) & scored.known.to(model.device)[:, None]
+            counts = has_loss = counted.any(1)
             others = config.kl_coef or config.entropy_coef or config.teacher_coef
             if groups is not None and not others:
-                has_loss &= groups.advantages != 0
-            has_loss = has_loss.cpu()
+                has_loss = counts & (groups.advantages != 0)
+            counts, has_loss = counts.cpu(), has_loss.cpu()
             learned = has_loss.nonzero()[:, 0]
+            if not counts.any():
+                run.say_nothing_counts()
 
             # On policy the ratio is 1 by definition and needs no old log-probabilities.
             on_policy = config.epochs == 1 and config.minibatches == 1
@@ -100,9 +106,11 @@ def train(config: GrpoConfig) -> Summary:
                     ref = run.reference.logprobs(rollout, learned)
 
             # Learn: an optimizer step per minibatch, gradients summed over its micro-batches.
-            metrics = MetricMeans()
+            metrics, norm = MetricMeans(), 0.0
             with run.phase("learn"):
                 for minibatch in minibatches(len(rewards), config, group_size=size):
+                    if not counts[minibatch].any():
+                        continue
                     # It counts completions that are left out, too: of their loss only the gradient
                     # is 0, not their share in the mean.
                     denominator = normalizer(counted[minibatch], objective.aggregation)
@@ -128,14 +136,14 @@ def train(config: GrpoConfig) -> Summary:
                         metrics.add(policy.metrics, sampler_kl(sampled_for, of_sampler), batch)
                     norm = run.apply(optimizer)
 
-            compared = {}
+            spread = {}
             if groups is not None:
-                compared["reward_std"] = float(rewards.std(correction=0))
-                compared["informative"] = float(groups.informative.float().mean())
+                share = float(informative(scored, size).float().mean())
+                spread = {**reward_std(scored), "informative": share}
             run.finish_step(
                 {
                     **setup.rewards.means(scored, failures=sampled.failures),
-                    **compared,
+                    **spread,
                     "sampling_rounds": sampled.rounds,
                     **metrics.read(),
                     **lengths(rollout, setup.sampler.engine.computed()),

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fastrl import kl_divergence
 from fastrl.train.packing import PackedBatch
+from fastrl.train.rewards import Scored
 from fastrl.train.rollout import Rollout
 from fastrl.train.sampling import TokenCount
 
@@ -76,26 +77,38 @@ def sampler_kl(logprobs: Tensor, of_sampler: Tensor) -> Tensor:
     return kl_divergence(of_sampler, logprobs.detach(), estimator="k3").mean()
 
 
+def reward_std(scored: Scored) -> dict[str, float]:
+    """Return the standard deviation of the rewards, if a completion has one."""
+    rewards = scored.total[scored.known]
+    return {"reward_std": float(rewards.std(correction=0))} if len(rewards) else {}
+
+
 def lengths(rollout: Rollout, computed: TokenCount) -> dict[str, float]:
     """Return number of tokens, mean length and truncated share of completions, and token counts.
 
     ``real_tokens`` counts prompts and completions, and ``padded_tokens`` counts padding, too.
     ``kept_tokens`` is the mean number of tokens that the sampler kept, and ``kept_lacking`` the
-    share of sampled tokens that are not among them.
+    share of sampled tokens that are not among them. Completions that do not exist do not count.
     """
+    present = rollout.mask.any(1)
     kept = {}
-    if rollout.kept is not None:
+    if rollout.kept is not None and present.any():
         counts, lacking = rollout.kept.counts(), rollout.kept.lacking(rollout.token_ids)
         sampled = rollout.mask.sum()
         kept = {
             "kept_tokens": float(counts.view(rollout.mask.shape)[rollout.mask].double().mean()),
             "kept_lacking": float((lacking & rollout.mask).sum().double() / sampled),
         }
+    means = {}
+    if present.any():
+        means = {
+            "length": float(rollout.mask[present].sum(1).double().mean()),
+            "truncated": float(rollout.truncated[present].double().mean()),
+        }
     return {
         **kept,
         "tokens": float(rollout.mask.sum()),
-        "length": float(rollout.mask.sum(1).double().mean()),
-        "truncated": float(rollout.truncated.double().mean()),
+        **means,
         "real_tokens": float(computed.real),
         "padded_tokens": float(computed.padded),
     }

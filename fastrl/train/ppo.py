@@ -16,7 +16,7 @@ from fastrl.train.advantages import KlPenalty, advantages_and_returns, compared,
 from fastrl.train.checkpoint import Stateful
 from fastrl.train.command_line import main
 from fastrl.train.config import PpoConfig
-from fastrl.train.metrics import MetricMeans, explained_variance, lengths, sampler_kl
+from fastrl.train.metrics import MetricMeans, explained_variance, lengths, reward_std, sampler_kl
 from fastrl.train.optimizers import make_optimizer
 from fastrl.train.packing import minibatches, normalizer
 from fastrl.train.policy import batches, completion_logprobs, policy_loss, policy_outputs
@@ -93,7 +93,12 @@ def train(config: PpoConfig) -> Summary:
                     ref = run.reference.logprobs(rollout, everything)
 
             # Turn rewards into advantages. Reaching the length limit ends a sequence as well.
-            mask, counted = rollout.mask, rollout.counted(config.truncated)
+            # A completion without a reward is left out.
+            known = scored.known.to(model.device)[:, None]
+            mask, counted = rollout.mask & known, rollout.counted(config.truncated) & known
+            counts = counted.any(1).cpu()
+            if not counts.any():
+                run.say_nothing_counts()
             kl = penalty.coefficient * kl_divergence(old, ref, estimator="k1")
             per_token = token_rewards(compared(rewards, config), kl, mask)
             advantages, returns = advantages_and_returns(per_token, values, mask, counted, config)
@@ -103,6 +108,8 @@ def train(config: PpoConfig) -> Summary:
             updates, norm = 0, 0.0
             with run.phase("learn"):
                 for minibatch in minibatches(len(rewards), config):
+                    if not counts[minibatch].any():
+                        continue
                     denominator = normalizer(counted[minibatch], objective.aggregation)
                     metrics.begin_minibatch()
                     for batch in batches(rollout, minibatch, counted, config):
@@ -141,17 +148,18 @@ def train(config: PpoConfig) -> Summary:
 
             row = {
                 **setup.rewards.means(scored),
-                "reward_std": float(rewards.std(correction=0)),
+                **reward_std(scored),
                 **metrics.read(),
-                "kl": float(masked_mean(kl_divergence(old, ref), mask)),
                 "kl_coef": penalty.coefficient,
                 **lengths(rollout, setup.sampler.engine.computed()),
                 "grad_norm": norm,
                 "updates": updates,
             }
-            if values is not None:
+            if known.any():
+                row["kl"] = float(masked_mean(kl_divergence(old, ref), mask))
+                penalty.update(row["kl"], int(known.sum()))
+            if known.any() and values is not None:
                 row["explained_variance"] = explained_variance(values, returns, mask)
-            penalty.update(row["kl"], len(rewards))
             run.finish_step(row)
     return run.summary()
 

@@ -6,6 +6,7 @@ requests.
 """
 
 import base64
+import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ import transformers
 
 from fastrl.train.checkpoint import replace_file
 from fastrl.train.config import RunConfig
+from fastrl.train.loading import find_device
 
 Row = dict[str, float]
 
@@ -26,6 +28,7 @@ _PANELS = {
     "reward": ("reward", "held_out_reward"),
     "reward deviation": ("reward_std",),
     "reward parts": (),  # the keys that begin with reward/
+    "completions": ("reward_missing", "reward_failures"),
     "KL": ("kl", "kl_old", "kl_sampler"),
     "entropy": ("entropy", "teacher_entropy"),
     "divergence from the teacher": ("divergence",),
@@ -41,6 +44,7 @@ _PANELS = {
     "tokens in the model": ("real_tokens", "padded_tokens", "learned_tokens"),
     "share of completions": ("truncated", "left_out", "informative"),
 }
+_COLUMNS = 3  # of panels, which are as large as legends need
 _LONGEST = 20_000  # characters of a text on the page
 _LARGEST = 3e38  # the largest float32; matplotlib finds no ticks for much larger numbers
 
@@ -52,6 +56,11 @@ def write_report(
     import jinja2
 
     curves = directory / "curves.png"
+    facts = _facts(config, rows)
+    memory = find_device(config.device).type != "cpu"  # there it is the process's in every phase
+    if not memory:
+        facts["Peak memory of the process, GB"] = f"{max(_peaks(rows), default=math.nan):.2f}"
+        rows = [{k: v for k, v in row.items() if not k.startswith("peak_gb_")} for row in rows]
     draw(rows, curves)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -61,10 +70,11 @@ def write_report(
     )
     page = environment.get_template("report.html").render(
         title=f"{directory.name} · {config.loop}",
-        facts=_facts(config, rows),
+        facts=facts,
         curves=base64.b64encode(curves.read_bytes()).decode(),
         samples=sorted(samples, key=lambda sample: -sample["step"]),
-        phases=_phases(rows),
+        phases=_phases(rows, memory=memory),
+        memory=memory,
         settings=_settings(config),
     )
     replace_file(directory / "report.html", page)
@@ -83,18 +93,20 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         for title, keys in _PANELS.items()
     }
     panels = {title: keys for title, keys in of_panel.items() if keys}
-    columns = max(1, -(-len(panels) // 3))
+    across = max(1, min(_COLUMNS, len(panels)))
+    down = max(1, -(-len(panels) // across))
     partial = path.with_name(f".{path.name}.partial")
     with rc_context({"text.parse_math": False}):  # a name with $ is not a formula
-        figure = Figure(figsize=(4.2 * columns, 9), layout="constrained")
+        figure = Figure(figsize=(4.4 * across, 3 * down), layout="constrained")
         FigureCanvasAgg(figure)
         for place, (title, keys) in enumerate(panels.items(), 1):
-            axes = figure.add_subplot(3, columns, place)
+            axes = figure.add_subplot(down, across, place)
             for key in keys:
                 points = [(row["step"], row[key]) for row in rows if key in row]
                 shown = [(x, y) for x, y in points if -_LARGEST <= y <= _LARGEST]
                 axes.plot(*zip(*shown, strict=True), marker="o", markersize=2) if shown else None
-                axes.lines[-1].set_label(printable(key)) if shown else None
+                label = printable(key.removeprefix("seconds_").removeprefix("peak_gb_"))
+                axes.lines[-1].set_label(label) if shown else None
             axes.set(title=title, xlabel="step")
             axes.grid(alpha=0.3)
             if len(axes.lines) > 1:
@@ -138,6 +150,10 @@ def _facts(config: RunConfig, rows: Sequence[Row]) -> dict[str, str]:
     return {**facts, "Versions": f"Python {platform.python_version()}, {versions}"}
 
 
+def _peaks(rows: Sequence[Row]) -> list[float]:
+    return [value for row in rows for key, value in row.items() if key.startswith("peak_gb_")]
+
+
 def _measured(rows: Sequence[Row]) -> list[tuple[str, float, float]]:
     """Return name, seconds and peak memory in GB of each phase, the longest phase first."""
     keys = dict.fromkeys(key for row in rows for key in row if key.startswith("seconds_"))
@@ -152,11 +168,11 @@ def _measured(rows: Sequence[Row]) -> list[tuple[str, float, float]]:
     return sorted(phases, key=lambda phase: -phase[1])
 
 
-def _phases(rows: Sequence[Row]) -> list[tuple[str, str, str, str]]:
+def _phases(rows: Sequence[Row], *, memory: bool) -> list[tuple[str, ...]]:
     phases = _measured(rows)
     total = sum(seconds for _, seconds, _ in phases) or 1.0
     return [
-        (name, f"{seconds:,.1f}", f"{seconds / total:.1%}", f"{peak:.2f}")
+        (name, f"{seconds:,.1f}", f"{seconds / total:.1%}", *([f"{peak:.2f}"] if memory else []))
         for name, seconds, peak in phases
     ]
 

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import copy
+import math
 import multiprocessing
 import os
 import traceback
@@ -24,8 +25,9 @@ _CHECKS = {
 }
 _PROBED = 8  # records on which a run tries the functions before it starts
 
-#: Takes the texts of N prompts and completions, and their records; returns N numbers.
-RewardFunction = Callable[[list[str], list[str], list[Record]], Sequence[float]]
+#: Takes the texts of N prompts and completions, and their records; returns N numbers, or None for
+#: completions to which it gives no reward.
+RewardFunction = Callable[[list[str], list[str], list[Record]], Sequence[float | None]]
 
 
 class RewardError(ValueError):
@@ -48,27 +50,35 @@ class Completions(NamedTuple):
     lengths: list[int]  # tokens
 
 
-#: A function as it is called here: returns a reward for each completion, or why there is none.
+#: A function as it is called here: returns a reward for each completion, NaN if it gives none, or
+#: why it failed.
 Judge = Callable[[Completions], list[float | Failure]]
 
 
 class Scored(NamedTuple):
-    """The rewards of N completions, on the CPU."""
+    """The rewards of N completions, on the CPU; NaN where there is none."""
 
     total: Tensor  # float32 [N], the weighted sum
+    unshaped: Tensor  # float32 [N], without ``overlong``, if another function counts
     parts: dict[str, Tensor]  # float32 [N] by the name of the function
     failed: Tensor  # bool [N], whether a function failed and ``reward_failed`` took its place
 
     def rows(self, index: Tensor) -> "Scored":
         """Return the rewards of the completions at ``index``."""
         parts = {name: part[index] for name, part in self.parts.items()}
-        return Scored(self.total[index], parts, self.failed[index])
+        return Scored(self.total[index], self.unshaped[index], parts, self.failed[index])
+
+    @property
+    def known(self) -> Tensor:
+        """Which completions have a reward, bool [N]."""
+        return ~self.total.isnan()
 
 
 def concatenate(scored: Sequence[Scored]) -> Scored:
     """Return the rewards of several batches of completions as one."""
     return Scored(
         torch.cat([each.total for each in scored]),
+        torch.cat([each.unshaped for each in scored]),
         {name: torch.cat([each.parts[name] for each in scored]) for name in scored[0].parts},
         torch.cat([each.failed for each in scored]),
     )
@@ -88,6 +98,7 @@ class Rewards:
         self._failed = config.reward_failed
         self._judges: dict[str, Judge] = {}
         self._weights: dict[str, float] = {}
+        self._rewarding: set[str] = set()  # without them a completion has no reward
         rewarded = getattr(config, "has_reward", True)
         names = config.reward if rewarded else _CHECKS.get(config.prompts[0], ())
         for text in names:
@@ -98,44 +109,68 @@ class Rewards:
                 raise ValueError(f"reward must name different functions, got {path!r} twice")
             self._judges[name] = self._judge(path, config, device)
             self._weights[name] = weight
+            if weight and path != "overlong":
+                self._rewarding.add(name)
         if not any(self._weights.values()) and rewarded:
             raise ValueError(f"reward must have a weight other than 0, got {config.reward}")
+        self._rewarding = self._rewarding or {n for n, weight in self._weights.items() if weight}
 
     def __len__(self) -> int:
         """Return the number of functions."""
         return len(self._judges)
 
     def score(
-        self, prompts: Sequence[Prompt], completions: Sequence[str], lengths: Sequence[int]
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[str | None],
+        lengths: Sequence[int],
     ) -> Scored:
-        """Reward completions.
+        """Reward completions; None is a completion that does not exist.
+
+        A completion has a reward if a function gives one, other than ``overlong`` beside others
+        and functions of weight 0.
 
         Raises:
             RewardError: A function raised, took too long, or returned a wrong number of rewards or
                 a reward that is not finite, and there is no ``reward_failed``.
         """
-        texts, records = [prompt.text for prompt in prompts], [prompt.record for prompt in prompts]
-        given = Completions(texts, list(completions), records, list(lengths))
+        made = [(i, text) for i, text in enumerate(completions) if text is not None]
+        rows, texts = [i for i, _ in made], [text for _, text in made]
+        asked, records = [prompts[i].text for i in rows], [prompts[i].record for i in rows]
+        given = Completions(asked, texts, records, [lengths[i] for i in rows])
         failed = torch.zeros(len(prompts), dtype=torch.bool)
-        total = torch.zeros(len(prompts), dtype=torch.float64)
+        total, unshaped = torch.zeros(2, len(prompts), dtype=torch.float64)
+        known = torch.full((len(prompts),), not self._judges)
         parts: dict[str, Tensor] = {}
         for name in self._judges:
-            part, failures = self._outcomes(name, given)
-            failed[list(failures)] = True
-            total += self._weights[name] * part
+            rewards, failures = self._outcomes(name, given)
+            failed[[rows[i] for i in failures]] = True
+            part = torch.full((len(prompts),), torch.nan, dtype=torch.float64)
+            part[rows] = rewards
+            weighted = self._weights[name] * part.nan_to_num()
+            total += weighted
+            if name in self._rewarding:
+                unshaped += weighted
+                known |= ~part.isnan()
             parts[name] = part.float()
         if not total.float().isfinite().all():
             raise RewardError("reward: the weighted sum must be finite in float32")
-        return Scored(total.float(), parts, failed)
+        total, unshaped = (sums.float().where(known, torch.nan) for sums in (total, unshaped))
+        return Scored(total, unshaped, parts, failed)
 
     def means(
         self, scored: Scored, *, failures: int | None = None, prefix: str = "reward"
     ) -> dict[str, float]:
-        """Return the means of rewards under the names of the log."""
-        row = {prefix: float(scored.total.double().mean())} if scored.parts else {}
-        if len(scored.parts) > 1:
-            for name, part in scored.parts.items():
-                row[f"{prefix}/{name}"] = float(part.double().mean())
+        """Return the means of rewards, over those that exist, under the names of the log."""
+        named = {f"{prefix}/{name}": part for name, part in scored.parts.items()}
+        named = {prefix: scored.total, **(named if len(named) > 1 else {})} if named else {}
+        row = {
+            name: float(rewards.double().nanmean())
+            for name, rewards in named.items()
+            if not rewards.isnan().all()
+        }
+        if missing := int((~scored.known).sum()):
+            row[f"{prefix}_missing"] = float(missing)
         if self._failed is not None:
             row[f"{prefix}_failures"] = float(scored.failed.sum() if failures is None else failures)
         return row
@@ -177,7 +212,7 @@ class Rewards:
         """Return the rewards of a function, float64 [N], and its failures by index."""
         rewards = torch.empty(len(given.texts), dtype=torch.float64)
         failures: dict[int, Failure] = {}
-        for i, outcome in enumerate(self._judges[name](given)):
+        for i, outcome in enumerate(self._judges[name](given) if given.texts else ()):
             if isinstance(outcome, Failure):
                 failures[i] = outcome
                 if self._failed is None:
@@ -312,6 +347,8 @@ def _checked(function: RewardFunction, *columns: Any) -> list[float | Failure]:
 
 
 def _number(value: Any) -> float | Failure:
+    if value is None:
+        return math.nan
     try:
         number = float(value)
     except (TypeError, ValueError):

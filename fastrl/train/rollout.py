@@ -1,5 +1,6 @@
 """The sampled completions of a step, with the values that the losses need."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,10 +36,17 @@ class Completion(NamedTuple):
     kept: KeptTokens | None = None
 
 
+#: Takes the place of a completion that a user's sampler could not make.
+_ABSENT = Completion(
+    torch.zeros(1, dtype=torch.int64), torch.zeros(1), True, torch.zeros(1, dtype=torch.bool)
+)
+
+
 class Rollout(NamedTuple):
     """N completions, padded on the right to T tokens, and the prompts they continue.
 
-    Only values per token are padded. The model gets packed rows: `fastrl.train.packing`.
+    A completion that does not exist has a mask without tokens. Only values per token are padded.
+    The model gets packed rows: `fastrl.train.packing`.
     """
 
     prompts: list[list[int]]  # token ids of the different prompts
@@ -78,19 +86,23 @@ class Rollout(NamedTuple):
 
 
 def rollout_of(
-    prompts: list[Prompt], completions: list[Completion], device: torch.device
+    prompts: list[Prompt], completions: Sequence[Completion | None], device: torch.device
 ) -> Rollout:
     """Return completions as tensors on ``device``; completions of a prompt are consecutive.
+
+    None is a completion that does not exist: it has no tokens.
 
     Raises:
         ValueError: A completion has no tokens, or a token has no log-probability or mask.
         FloatingPointError: A token was sampled from logits that are not finite.
     """
-    masks = []
-    for one in completions:
+    masks, made = [], [_ABSENT if one is None else one for one in completions]
+    for one in made:
         sampled = torch.ones(len(one.token_ids), dtype=torch.bool)
         sampled = sampled if one.sampled is None else one.sampled
-        if not len(one.token_ids) == len(one.logprobs) == len(sampled) or not sampled.any():
+        if not len(one.token_ids) == len(one.logprobs) == len(sampled) or not (
+            sampled.any() or one is _ABSENT
+        ):
             raise ValueError(
                 "sampler: a completion must have at least one sampled token, and a log-probability "
                 f"and a mask for each, got {len(one.token_ids)} tokens, {len(one.logprobs)} "
@@ -98,7 +110,7 @@ def rollout_of(
             )
         masks.append(sampled)
     mask = pad_sequence(masks, batch_first=True)
-    logprobs = pad_sequence([one.logprobs.float() for one in completions], batch_first=True)
+    logprobs = pad_sequence([one.logprobs.float() for one in made], batch_first=True)
     logprobs = logprobs.where(mask, 0.0)
     if not logprobs.isfinite().all():
         raise FloatingPointError(
@@ -107,12 +119,12 @@ def rollout_of(
         )
     return Rollout(
         prompts=[prompt.token_ids for prompt in prompts],
-        prompt_of=torch.arange(len(prompts)).repeat_interleave(len(completions) // len(prompts)),
-        token_ids=pad_sequence([one.token_ids for one in completions], batch_first=True).to(device),
+        prompt_of=torch.arange(len(prompts)).repeat_interleave(len(made) // len(prompts)),
+        token_ids=pad_sequence([one.token_ids for one in made], batch_first=True).to(device),
         mask=mask.to(device),
         logprobs=logprobs.to(device),
-        truncated=torch.tensor([not one.ended for one in completions], device=device),
-        kept=_padded([one.kept for one in completions], mask, device),
+        truncated=torch.tensor([not one.ended for one in made], device=device),
+        kept=_padded([one.kept for one in made], mask, device),
     )
 
 

@@ -31,6 +31,7 @@ from fastrl.train.warm_start import check_warm_start, frozen_head, warm_start, w
 
 #: The directory of the run's initial model, which is the reference or is below an adapter.
 INITIAL = "initial"
+_FAR = 0.1  # nats per token; in bfloat16 sampler and trainer differ by less than a hundredth
 
 
 class Setup(NamedTuple):
@@ -151,6 +152,7 @@ class TrainingRun:
         self._setup, self._config, self._log = setup, setup.config, setup.log
         self._parts, self._interrupt = parts, interrupt
         self._rng = checkpoint.rng_state()  # at the beginning of the next step
+        self._is_far = False  # the sampler was, from the model, and the user knows
         self._between_steps = True  # the weights are those after `step` steps, so save them
         self._started = self._saved = time.perf_counter()
 
@@ -201,10 +203,19 @@ class TrainingRun:
             self._between_steps = whole
             raise
 
-    def show(self, prompts: Sequence[Prompt], completions: Sequence[str], scored: Scored) -> None:
+    def show(
+        self, prompts: Sequence[Prompt], completions: Sequence[str | None], scored: Scored
+    ) -> None:
         """Collect some completions of this step, if it shows samples."""
         parts = scored.parts if len(scored.parts) > 1 else {}
         self._log.collect(self.step + 1, prompts, completions, {"reward": scored.total, **parts})
+
+    def say_nothing_counts(self) -> None:
+        """Tell the user that this step changes no weight."""
+        self._log.say(
+            f"step {self.step + 1} has no update: no completion has a reward, or with "
+            "truncated=mask an end"
+        )
 
     def finish_step(self, row: Row) -> None:
         """Log a step, with the held-out reward and a checkpoint if they are due.
@@ -215,6 +226,7 @@ class TrainingRun:
         row["learning_rate"] = optimizers.learning_rate(config, self.step)
         if self.reference is None:
             row.pop("kl", None)  # always 0 without a reference
+        self._warn_of_far(row.get("kl_sampler", 0.0))
         self.step, self._rng, self._between_steps = self.step + 1, checkpoint.rng_state(), True
         row = {"step": self.step, **row, **self.phase.read()}
         row["tokens_per_second"] = row["tokens"] / (time.perf_counter() - self._started)
@@ -228,6 +240,17 @@ class TrainingRun:
         if self.step % config.save_every == 0 or late:
             self.save()
             self._log.report()
+
+    def _warn_of_far(self, kl: float) -> None:
+        """Tell the user once if the sampler's log-probabilities cannot be those of the model."""
+        if kl > _FAR and not self._is_far:
+            self._is_far = True
+            self._log.say(
+                f"the log-probabilities of the sampler {self._config.sampler} are far from the "
+                f"model's: kl_sampler is {kl:.3g} nats per token, and should be below {_FAR}; look "
+                "at the completions' token_ids, logprobs (of the same tokens, at the temperature) "
+                "and sampled"
+            )
 
     def _measure_what_is_missing(self) -> None:
         """Evaluate before the first step, or if an interrupt prevented an evaluation."""

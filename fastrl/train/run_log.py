@@ -161,16 +161,26 @@ class RunLog:
         self,
         step: int,
         prompts: Sequence[Prompt],
-        completions: Sequence[str],
+        completions: Sequence[str | None],
         rewards: Mapping[str, Any],
     ) -> None:
-        """Collect completions of ``step``, if it shows samples: every second evaluation does."""
+        """Collect completions of ``step``, if it shows samples: every second evaluation does.
+
+        A reward that is NaN is none. The expected answer is that of the record, if it has one.
+        """
         if step % (2 * self.config.eval_every):
             return
-        values = {name: part.tolist() for name, part in rewards.items()}
+        values = {
+            name: [None if math.isnan(number) else number for number in part.tolist()]
+            for name, part in rewards.items()
+        }
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            if completion is None:
+                continue
             parts = {name: numbers[i] for name, numbers in values.items()}
             sample = {"step": step, "prompt": prompt.text, "completion": completion}
+            if "answer" in prompt.record:
+                sample["answer"] = str(prompt.record["answer"])
             self._collected.append({**sample, "reward": parts.pop("reward"), "parts": parts})
 
     def say(self, line: str) -> None:
@@ -315,22 +325,31 @@ class _Progress:
 
 
 def _chosen(collected: list[dict[str, Any]], seed: str) -> list[dict[str, Any]]:
-    """Return the best sample, the worst, and a random one that depends only on the seed."""
-    order = sorted(collected, key=lambda sample: -sample["reward"])
+    """Return the best sample, the worst, and a random one that depends only on the seed.
+
+    The random one may be without a reward.
+    """
+    rewarded = [sample for sample in collected if sample["reward"] is not None]
+    order = sorted(rewarded, key=lambda sample: -sample["reward"])
     ends = [*zip(("best", "worst"), (order[:1] + order[1:][-1:]), strict=False)]
-    others = [("random", random.Random(seed).choice(order[1:-1]))] if len(order) > 2 else []
-    return [{**sample, "chosen": why} for why, sample in (*ends, *others)]
+    others = order[1:-1] + [sample for sample in collected if sample["reward"] is None]
+    drawn = [("random", random.Random(seed).choice(others))] if others else []
+    return [{**sample, "chosen": why} for why, sample in (*ends, *drawn)]
 
 
 def _line(sample: Mapping[str, Any]) -> str:
     """Return a sample as a line for the screen."""
-    parts = "".join(f" {name} {value:.3g}" for name, value in sample["parts"].items())
+    parts = "".join(f" {name} {_number(value)}" for name, value in sample["parts"].items())
     asked, answer = (
         text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 2 :]}"
         for text, most in ((repr(sample["prompt"]), 60), (repr(sample["completion"]), 160))
     )
-    head = f"step {sample['step']} {sample['chosen']} {sample['reward']:.3g}{parts}"
+    head = f"step {sample['step']} {sample['chosen']} {_number(sample['reward'])}{parts}"
     return f"{head}: {asked} -> {answer}"
+
+
+def _number(value: float | None) -> str:
+    return "no reward" if value is None else f"{value:.3g}"
 
 
 def _row(line: str) -> dict[str, Any] | None:

@@ -34,7 +34,8 @@ _AT_ONCE = 2**24  # scores at a time, which bounds the memory of their probabili
 #: Completes token ids.
 Complete = Callable[[list[list[int]]], list[Completion]]
 #: A rollout: takes prompts, completions per prompt, a function that completes ids, the tokenizer.
-RolloutFunction = Callable[[list[Prompt], int, Complete, Any], list[Completion]]
+#: It returns None in place of a completion that failed, which is left out.
+RolloutFunction = Callable[[list[Prompt], int, Complete, Any], list[Completion | None]]
 
 
 class TokenCount(NamedTuple):
@@ -81,11 +82,12 @@ class Sampler:
         if config.sampler != "transformers":
             self._own = import_function(config.sampler, "sampler")
 
-    def sample(self, prompts: list[Prompt], group_size: int) -> tuple[Rollout, list[str]]:
+    def sample(self, prompts: list[Prompt], group_size: int) -> tuple[Rollout, list[str | None]]:
         """Sample ``group_size`` completions of each prompt.
 
         Returns:
             The rollout and the completions as strings; completions of a prompt are consecutive.
+            None is a completion that the user's function could not make.
 
         Raises:
             FloatingPointError: The logits are not finite.
@@ -93,13 +95,15 @@ class Sampler:
         """
         return self._complete(prompts, group_size, greedy=False)
 
-    def greedy(self, prompts: list[Prompt]) -> tuple[Rollout, list[str]]:
+    def greedy(self, prompts: list[Prompt]) -> tuple[Rollout, list[str | None]]:
         """Complete each prompt with the most likely tokens, without random numbers."""
         return self._complete(prompts, 1, greedy=True)
 
     def _complete(
         self, prompts: list[Prompt], group_size: int, *, greedy: bool
-    ) -> tuple[Rollout, list[str]]:
+    ) -> tuple[Rollout, list[str | None]]:
+        completions: Sequence[Completion | None]
+
         def complete(token_ids: list[list[int]]) -> list[Completion]:
             return self.engine.complete(token_ids, greedy=greedy)
 
@@ -122,11 +126,15 @@ class Sampler:
             )
         if self._own is not None:
             completions = [
-                checked_completion(one, prompt, self._model, self._config, greedy=greedy)
+                None
+                if one is None
+                else checked_completion(one, prompt, self._model, self._config, greedy=greedy)
                 for one, prompt in zip(completions, asked, strict=True)
             ]
         texts = [
-            self._tokenizer.decode(one.token_ids.tolist(), skip_special_tokens=True)
+            None
+            if one is None
+            else self._tokenizer.decode(one.token_ids.tolist(), skip_special_tokens=True)
             for one in completions
         ]
         return rollout_of(prompts, completions, self._model.device), texts

@@ -127,6 +127,8 @@ def test_checkpoints_by_the_clock(small, tmp_path):
     seldom = run("grpo", small, out=str(tmp_path / "b"), save_minutes=1e9).directory
     assert names(often) == ["step-000003", "step-000004"]
     assert names(seldom) == ["step-000000", "step-000004"]
+    assert_same(often, seldom)
+    assert {kind().save_minutes for _, kind in LOOPS.values()} == {10}
 
 
 @pytest.mark.parametrize("loop", LOOPS)

@@ -2,6 +2,7 @@
 
 import html
 import json
+import math
 import mmap
 import random
 import re
@@ -29,20 +30,29 @@ ROWS = [
 ]
 
 
-def test_hostile_text_is_text_on_the_page_and_nothing_is_fetched(tmp_path):
-    sample = {"step": 2, "chosen": "best", "reward": 0.5, "parts": {HOSTILE: 1.0}}
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_hostile_text_is_text_on_the_page_and_nothing_is_fetched(tmp_path, monkeypatch, device):
+    """The peak memory is that of a phase on a GPU, and that of the process on a CPU."""
+    monkeypatch.setattr(report, "find_device", lambda _: torch.device(device))
+    sample = {"step": 2, "chosen": "best", "reward": None, "parts": {HOSTILE: None, "b": 1.0}}
     samples = [{**sample, "prompt": HOSTILE, "completion": HOSTILE * 999}]
+    samples.append({**samples[0], "answer": HOSTILE})
     rows = [*ROWS, {"step": 3, f"reward/{HOSTILE}": 0.5, f"seconds_{HOSTILE}": 0.0}]
     config = GrpoConfig(model=HOSTILE, learning_rate=1e-5)
     report.write_report(tmp_path, config, rows, samples)
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    cells = [html.unescape(cell) for cell in re.findall(r">([^<>]*)</(?:td|pre|th)>", page)]
-    assert cells.count(SEEN) == 4  # a prompt, a phase, and the model twice
+    cells = [html.unescape(cell) for cell in re.findall(r">([^<>]*)</(?:td|pre|th|div)>", page)]
+    assert cells.count(SEEN) == 6  # two prompts, an answer, a phase, and the model twice
+    assert "Expected answer" in cells
+    assert page.count('"value">none<br>') == 2
     assert re.findall(r"<(?:script|link|iframe|svg|img [^a].{9})", page) == ['<img src="data:']
     assert "default-src 'none'; style-src 'unsafe-inline'; img-src data:" in page
     assert all(c == "\n" or c.isprintable() for c in page)
     assert any(cell.endswith(" more characters") for cell in cells)
-    assert cells[cells.index("learn") :][:4] == ["learn", "50.0", "83.3%", "2.00"]
+    assert cells[cells.index("learn") :][:3] == ["learn", "50.0", "83.3%"]
+    assert cells[cells.index("2.00") - 1] in ("83.3%", "Peak memory of the process, GB")
+    assert ("Peak memory, GB" in cells) == (cells[cells.index("2.00") - 1] == "83.3%")
+    assert ("Peak memory, GB" in cells) == (device == "cuda")
     assert cells.index("learning_rate") < cells.index("seed")  # what was changed comes first
 
 
@@ -78,6 +88,34 @@ def test_samples_are_the_best_the_worst_and_a_random_one_which_repeats(tmp_path,
     assert all(line.isprintable() and len(line) < 300 for line in shown)
     for text in ("plain 'text' \\x1b", "größer 中文 🙂 é", SEEN):  # is as it was
         assert printable(text) == text
+
+
+def test_samples_show_the_expected_answer_and_where_there_is_no_reward(tmp_path, capsys):
+    run, prompts = log(tmp_path), [Prompt({"prompt": "a", "answer": 7}, [])]
+    prompts += [Prompt({"prompt": "c"}, [])] * 4
+    rewards = torch.tensor([math.nan, 1.0, math.nan, 0.0, 2.0])
+    parts = {"reward": rewards, "own": rewards}
+    run.collect(10, prompts, ["x", "y", None, "v", "w"], parts)
+    run.write({"step": 10})
+    stored = [json.loads(line) for line in (tmp_path / "samples.jsonl").open()]
+    assert [(one["chosen"], one["completion"]) for one in stored[:2]] == [
+        ("best", "w"),
+        ("worst", "v"),
+    ]
+    run.collect(20, prompts[:1], ["x"], {"reward": rewards[:1], "own": rewards[:1]})
+    run.write({"step": 20})
+    assert run.samples[-1] == {
+        "step": 20,
+        "prompt": "a",
+        "completion": "x",
+        "answer": "7",
+        "reward": None,
+        "parts": {"own": None},
+        "chosen": "random",
+    }
+    assert "answer" not in stored[0]
+    assert "NaN" not in (tmp_path / "samples.jsonl").read_text()
+    assert "step 20 random no reward own no reward: 'a' -> 'x'" in capsys.readouterr().out
 
 
 def test_without_a_terminal_there_are_few_lines(tmp_path, capsys, monkeypatch):

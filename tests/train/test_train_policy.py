@@ -225,10 +225,10 @@ def test_groups_without_information_are_replaced_until_the_last_round():
     sampled = SampledGroups(GrpoConfig(prompts_per_step=4, group_size=2, sampling_rounds=3))
     asked = []
     for rewards in ([0, 1, 7, 7, 0, 0, 1, 0], [1, 1, 7, 2], [3, 3]):
-        prompts, total = sampled.prompts(train, 0), torch.tensor(rewards)
+        prompts, total = sampled.prompts(train, 0), torch.tensor(rewards).float()
         asked.append([prompt.token_ids[0] for prompt in prompts])
         assert len(prompts) == len(rewards) // 2 == sampled.missing
-        scored = Scored(total, {"double": 2 * total}, total == 7)
+        scored = Scored(total, total, {"double": 2 * total}, total == 7)
         sampled.add(rollout_of(prompts, [one] * len(total), torch.device("cpu")), scored)
     assert sampled.missing == 0
     assert asked[1] != asked[0][:2]  # from another order
