@@ -114,7 +114,7 @@ class Rewards:
             RewardError: A function raised, took too long, or returned a wrong number of rewards or
                 a reward that is not finite, and there is no ``reward_failed``.
         """
-        texts, records = [prompt.text for prompt in prompts], [prompt.record for prompt in prompts]
+        texts, records = [prompt.text for prompt in prompts], [prompt.judged for prompt in prompts]
         given = Completions(texts, list(completions), records, list(lengths))
         failed = torch.zeros(len(prompts), dtype=torch.bool)
         total = torch.zeros(len(prompts), dtype=torch.float64)
@@ -147,7 +147,7 @@ class Rewards:
             RewardError: A function fails on any completion, or with ``reward_failed`` on all.
         """
         few = prompts[:: -(-len(prompts) // _PROBED)]
-        texts, records = [prompt.text for prompt in few], [prompt.record for prompt in few]
+        texts, records = [prompt.text for prompt in few], [prompt.judged for prompt in few]
         for name in self._judges:
             given = Completions(texts, [""] * len(few), records, [1] * len(few))
             failures = self._outcomes(name, given)[1]
