@@ -34,6 +34,8 @@ def check_warm_start(prompts: list[Prompt], tokenizer: Any, config: RunConfig) -
         raise ValueError(
             "warm_start_steps must be 0 with prompts of your own, which have no demonstrations"
         )
+    if tokenizer.eos_token_id is None:
+        raise ValueError("warm_start_steps must be 0 with a tokenizer that has no end token")
     shown = {text for prompt in prompts for text in prompt.record["demonstrations"]}
     longest = max(len(tokenizer(text)["input_ids"]) for text in shown) + 1
     if longest > config.max_new_tokens:  # never rewarded
