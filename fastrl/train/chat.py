@@ -57,7 +57,7 @@ class Chat:
             if name in own - {"tools", "documents"}:
                 raise ValueError(f"chat_template: the argument {name!r} is set by the loops")
             if name not in read:
-                others = sorted(read - own)
+                others = sorted(name for name in read - own if not name.endswith("_token"))
                 raise ValueError(
                     f"chat_template: the model's template does not read the argument {name!r}, "
                     f"only {', '.join(others) or 'messages'}"

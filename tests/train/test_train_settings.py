@@ -75,7 +75,7 @@ BAD_FILES = r"""
 x.jsonl: b'{"prompt": "a"}\n{"prompt": \n' -> prompts: .*x\.jsonl cannot be read: \w+:
 x.jsonl: b'{"prompt": "\xff"}\n' -> prompts: .*x\.jsonl cannot be read: \w+:
 x.jsonl: [{"prompt": "a"}, {"prompt": ""}] -> .*x\.jsonl row 2: "prompt" must be .* got ''
-x.jsonl: [{"question": "a", "n": 1}] -> columns: .* no 'prompt', only question, n; .* question solution
+x.jsonl: [{"question": "a", "n": 1}] -> .* no 'prompt', only question, n; .* question solution
 x.jsonl: [{"prompt": [{"from": "human", "value": "a"}]}] -> .* row 1: .*: rename from and value
 x.jsonl: [{"prompt": [{"role": "user", "content": [{"text": "a"}]}]}] -> .*: join the parts
 x.jsonl: [{"prompt": CHAT[:2]}] -> .* row 1: .* the last not the assistant's

@@ -98,16 +98,19 @@ def plain_divergence(q, p, beta):
 
 
 @pytest.mark.parametrize(
-    ("keeps", "advantages"), [(False, None), (True, ADVANTAGES)], ids=["alone", "kept, rewarded"]
+    ("keeps", "advantages", "padding"),
+    [(False, None, (0, 3)), (False, ADVANTAGES, (5, 0)), (True, ADVANTAGES, (0, 3))],
+    ids=["alone", "rewarded, fewer rows", "kept, rewarded"],
 )
 @pytest.mark.parametrize("loss", ["linear", "logits"])
 @pytest.mark.parametrize("beta", [1.0, 0.0, 0.3])
-def test_gradients_are_those_of_padded_sequences(tmp_path, loss, beta, keeps, advantages):
-    """Of a teacher whose head has more rows, over all tokens or over those that were kept."""
-    name = save_teacher(tmp_path, rows=TOKENS + 3)
+def test_gradients_are_those_of_padded_sequences(tmp_path, loss, beta, keeps, advantages, padding):
+    """Of a teacher whose head has more or fewer rows, over all tokens or those that were kept."""
+    name = save_teacher(tmp_path, rows=TOKENS + padding[1])
     settings = {"teacher": name, "teacher_beta": beta, "teacher_coef": 0.5, "loss": loss}
     settings |= {"reward": ("none",)} if advantages is None else {}
     model, config = make_model("llama", temperature=0.8, **settings)
+    model.resize_token_embeddings(TOKENS + padding[0], mean_resizing=False)
     before, rollout = torch.get_rng_state(), make_rollout(holes=True)
     kept, inside = make_sets(rollout) if keeps else (None, torch.tensor(True))
     rollout = rollout._replace(kept=kept)
