@@ -92,7 +92,7 @@ def test_what_is_damaged_or_brings_code_is_refused(base, monkeypatch, file, sett
 
 def test_a_model_must_be_finite_keeps_its_end_and_loses_its_sampling_settings(base):
     settings = base / "generation_config.json"
-    for end, expected in ((0, 0), (None, 1)):
+    for end, expected in ((0, [0, 1]), (None, [1])):
         change(settings, eos_token_id=end, do_sample=True, top_k=3)
         model, _ = load(str(base), CPU, "bfloat16")
         found = model.generation_config
@@ -100,6 +100,7 @@ def test_a_model_must_be_finite_keeps_its_end_and_loses_its_sampling_settings(ba
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
         assert model.model.rotary_emb.inv_freq.dtype == torch.float32
     change(base / "tokenizer_config.json", eos_token=None)
+    change(base / "config.json", eos_token_id=None)
     with pytest.raises(ValueError, match="model must have an end token, got none"):
         load(str(base), CPU)
     for wrong in ("nan", "-inf"):
