@@ -17,26 +17,29 @@ THINGS = ("books", "cards", "coins", "pens")
 TRAIN, HELD_OUT = 2000, 128
 
 
-def problem(kind: str, a: int, b: int, c: int) -> tuple[str, str, int]:
-    """Return question, solution and result for three numbers."""
+QUESTIONS = {
+    "lost": "{name} has {a} {things}, gets {b} more and loses {c}. How many {things} are left?",
+    "bought": "{name} has {a} {things}, sells {b} and buys {c}. How many {things} are there now?",
+    "boxes": "{name} buys {a} boxes of {b} {things} and finds {c} more. How many {things} is that?",
+    "both": "{name} has {a} {things}, and a friend has {b} fewer. How many {things} do both have?",
+}
+
+
+def solution(kind: str, a: int, b: int, c: int) -> str:
+    """Return two steps and the result."""
     if kind == "lost":
         x, y = a + b, a + b - c
-        question = "{name} has {a} {things}, gets {b} more and loses {c}. How many {things} are left?"
-        return question, f"{a} + {b} = {x}. {x} - {c} = {y}.", y
-    if kind == "bought":
+        steps = f"{a} + {b} = {x}. {x} - {c} = {y}."
+    elif kind == "bought":
         x, y = a - b, a - b + c
-        question = "{name} has {a} {things}, sells {b} and buys {c}. How many {things} does {name} have?"
-        return question, f"{a} - {b} = {x}. {x} + {c} = {y}.", y
-    if kind == "boxes":
+        steps = f"{a} - {b} = {x}. {x} + {c} = {y}."
+    elif kind == "boxes":
         x, y = a * b, a * b + c
-        question = (
-            "{name} buys {a} boxes of {b} {things} and finds {c} more. "
-            "How many {things} does {name} have?"
-        )
-        return question, f"{a} * {b} = {x}. {x} + {c} = {y}.", y
-    x, y = a - b, a + a - b
-    question = "{name} has {a} {things}, and a friend has {b} fewer. How many {things} do both have?"
-    return question, f"{a} - {b} = {x}. {a} + {x} = {y}.", y
+        steps = f"{a} * {b} = {x}. {x} + {c} = {y}."
+    else:
+        x, y = a - b, a + a - b
+        steps = f"{a} - {b} = {x}. {a} + {x} = {y}."
+    return f"{steps}\n#### {y}"
 
 
 def numbers(kind: str, rng: random.Random) -> tuple[int, int, int]:
@@ -55,15 +58,14 @@ def problems(seed: int, *, held_out: bool) -> Iterator[dict[str, str]]:
     rng = random.Random(seed)
     seen = set()
     while True:
-        kind = rng.choice(("lost", "bought", "boxes", "both"))
+        kind = rng.choice(list(QUESTIONS))
         a, b, c = numbers(kind, rng)
-        question, solution, result = problem(kind, a, b, c)
         words = {"name": rng.choice(NAMES), "things": rng.choice(THINGS)}
-        text = question.format(a=a, b=b, c=c, **words)
+        text = QUESTIONS[kind].format(a=a, b=b, c=c, **words)
         of_split = ((a + b + (0 if kind == "both" else c)) % 10 == 0) == held_out
         if of_split and text not in seen:
             seen.add(text)
-            yield {"question": text, "answer": f"{solution}\n#### {result}"}
+            yield {"question": text, "answer": solution(kind, a, b, c)}
 
 
 def main(directory: Path) -> None:

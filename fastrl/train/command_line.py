@@ -27,17 +27,17 @@ def parse(kind: type[Config], arguments: Sequence[str] | None = None, program: s
         SystemExit: An argument is unknown (status 2), or is ``--help`` (status 0).
     """
 
-    def read(default: Config) -> Config:
-        return tyro.cli(
+    def read(**default: Any) -> Config:
+        return tyro.cli(  # type: ignore[no-any-return]
             kind,
             prog=program or f"python -m fastrl.train.{kind.loop}",
             description=kind.__doc__,
             args=arguments,
-            default=default,
             use_underscores=True,
+            **default,
         )
 
-    config = read(kind())
+    config = read()  # not from kind(), whose learning rate is that of the small new model
     if not config.resume:
         return config
     directory = last_run(kind.loop) if config.out is None else Path(config.out)
@@ -47,7 +47,7 @@ def parse(kind: type[Config], arguments: Sequence[str] | None = None, program: s
             f"resume: {directory} is a run of another loop or version: {kind.loop} has no "
             f"{min(unknown)}"
         )
-    return read(kind(**settings | {"out": str(directory)}))
+    return read(default=kind(**settings | {"out": str(directory)}))
 
 
 def main(

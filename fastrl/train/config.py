@@ -1,11 +1,11 @@
 """The settings: one dataclass per loop, whose fields are the options of the command line."""
 
-import math
 from dataclasses import asdict, dataclass, fields
-from types import UnionType
-from typing import Any, ClassVar, Literal, Union, get_args, get_origin
+from typing import Any, ClassVar, Literal
 
 from fastrl import Objective
+from fastrl.train.chat import chat_arguments
+from fastrl.train.setting_types import check_type
 
 #: Settings that may change on --resume: the finished steps do not depend on them.
 FREE = {
@@ -39,18 +39,22 @@ class RunConfig:
     loop: ClassVar[str]
 
     model: str | None = None
-    """A causal LM in safetensors: a directory or a hub name. By default, a small new model."""
+    """A causal LM in safetensors: a directory, a hub name, or a run, whose last checkpoint is used.
+    By default, a small new model."""
     prompts: tuple[str, ...] = ("arithmetic",)
     """A task (arithmetic, long_addition), two files (.jsonl, .parquet), or a data set.
     The second file is held out. A data set of the hub or a directory may name a configuration."""
     splits: tuple[str, str] = ("train", "test")
     """The training and held-out splits of a data set, such as train[:95%] and train[95%:]."""
     columns: tuple[str, str] = ("prompt", "answer")
-    """The columns of files and data sets that contain prompt and answer."""
-    chat_template: bool = False
-    """Put text prompts into the chat template as user messages; messages always go into it."""
+    """The columns of files and data sets that contain prompt and answer.
+    A name such as reward_model.ground_truth reads a field of a struct."""
+    chat_template: tuple[str, ...] | None = None
+    """Put text prompts into the chat template as user messages; messages always go into it.
+    NAME=VALUE are arguments of the template, as in enable_thinking=false.
+    system='You are ...' is a system message for prompts that have none."""
     max_prompt_tokens: int = 512
-    """The longest allowed prompt; a longer one is an error and is never truncated."""
+    """Leave out longer prompts, which are never truncated."""
 
     sampler: str = "transformers"
     """transformers, vllm, or module:function for your own rollout (see docs/training.md)."""
@@ -71,7 +75,7 @@ class RunConfig:
     min_p: float = 0.0
     """Sample from tokens with at least this fraction of the largest probability."""
     stop: tuple[str, ...] = ()
-    """Tokens (<|im_end|>) or texts that end a completion, besides the model's end tokens."""
+    """Tokens or texts that end a completion, besides the ends of model and tokenizer."""
     truncated: Literal["count", "mask"] = "count"
     """mask: completions that reach max_new_tokens without an end have no loss."""
     tokens_per_generation: int = 65536
@@ -95,8 +99,9 @@ class RunConfig:
     """Passes over the samples of a step."""
     minibatches: int = 4
     """Optimizer steps per pass."""
-    learning_rate: float = 2e-4
-    """Learning rate of AdamW after the warm-up."""
+    learning_rate: float | None = None
+    """Learning rate of AdamW after the warm-up, by default 1e-6, or 1e-5 for a LoRA adapter.
+    The default of the small new model is 2e-4."""
     warmup_steps: int = 5
     """Steps over which the learning rate rises from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
@@ -170,11 +175,16 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         """Check types and bounds, then what depends on more than one field."""
+        if isinstance(self.chat_template, bool):  # as runs of earlier versions have it
+            self.chat_template = () if self.chat_template else None
+        if self.learning_rate is None:
+            of_given = 1e-6 if self.lora_rank is None else 1e-5
+            self.learning_rate = 2e-4 if self.model is None else of_given
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, list):  # from a file
                 setattr(self, field.name, value := tuple(value))
-            _check_type(field.name, value, field.type)
+            check_type(field.name, value, field.type)
             if value is None:
                 continue
             if field.name in _ABOVE_0 and not value > 0:
@@ -193,6 +203,9 @@ class RunConfig:
             raise ValueError(
                 f"prompts must be a task, two files, or a data set, got {self.prompts}"
             )
+        if self.columns[0] == self.columns[1]:
+            raise ValueError(f"columns must be two different columns, got {self.columns}")
+        chat_arguments(self.chat_template or ())
         self._check_memory()
 
     def _check_memory(self) -> None:
@@ -372,26 +385,3 @@ class PpoConfig(RunConfig):
         clips = {"clip_low": self.clip_low, "clip_high": self.clip_high}
         changes: dict[str, Any] = {k: v for k, v in clips.items() if v is not None}
         return Objective.preset("ppo", entropy_coef=self.entropy_coef, **changes)
-
-
-def _check_type(name: str, value: Any, kind: Any) -> None:
-    """Raise a `ValueError` if ``value`` is not of the type ``kind`` of a field."""
-    if get_origin(kind) in (Union, UnionType):  # or None
-        if value is not None:
-            _check_type(name, value, get_args(kind)[0])
-    elif get_origin(kind) is Literal:
-        if value not in get_args(kind):
-            raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {value!r}")
-    elif get_origin(kind) is tuple:
-        items = get_args(kind)
-        fixed = None if items[-1] is ... else len(items)
-        if not isinstance(value, tuple) or fixed not in (None, len(value)):
-            raise ValueError(f"{name} must be {fixed or 'a list of'} values, got {value!r}")
-        for item in value:
-            _check_type(f"each of {name}", item, items[0])
-    else:
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if type(value) is not kind and not (kind is float and whole):
-            raise ValueError(f"{name} must be {kind.__name__}, got {value!r}")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{name} must be finite, got {value}")

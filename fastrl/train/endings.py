@@ -7,6 +7,8 @@ from torch import Tensor
 from transformers import StopStringCriteria
 
 from fastrl.train.config import RunConfig
+from fastrl.train.rollout import Completion
+from fastrl.train.vocabulary import check_rows
 
 _NO_TOKEN = 2**62  # above every vocabulary, so that no stop string matches it
 
@@ -15,8 +17,8 @@ class Endings:
     """The end tokens of the model, and the tokens and texts that ``stop`` names.
 
     Raises:
-        ValueError: A text can never appear, the model has no end token, or it has generation
-            settings that would change the distribution of the samples.
+        ValueError: A text can never appear, the model has no end token, or no row for one, or it
+            has generation settings that would change the distribution of the samples.
     """
 
     def __init__(self, model: Any, tokenizer: Any, config: RunConfig) -> None:
@@ -28,12 +30,26 @@ class Endings:
         self.token_ids = sorted({*of_model, *named})
         if not self.token_ids:
             raise ValueError("stop must name at least one token, since the model has no end token")
-        self._ends = torch.tensor(self.token_ids)
+        check_rows(model, tokenizer, "the ends of a completion", self.token_ids)
+        self._tokenizer, self._ends = tokenizer, torch.tensor(self.token_ids)
         # One criterion per text, so that each fails by itself if no token can complete it. A text
         # that is a token may also be spelled by other tokens.
         self.texts = [text for text in config.stop if text not in tokenizer.all_special_tokens]
         self._strings = [_stop_string(text, tokenizer) for text in self.texts]
         self._span = max([1, *(criterion.maximum_token_len for criterion in self._strings)])
+
+    def __str__(self) -> str:
+        """Return the end tokens and texts, quoted."""
+        tokens = self._tokenizer.convert_ids_to_tokens(self.token_ids)
+        return ", ".join(map(repr, dict.fromkeys([*tokens, *self.texts])))
+
+    def text(self, completion: Completion) -> str:
+        """Return a completion as text with special tokens, but without end token and padding."""
+        ids = completion.token_ids.tolist()
+        if completion.ended and ids[-1:] and ids[-1] in self.token_ids:
+            ids.pop()
+        padding = self._tokenizer.pad_token_id
+        return str(self._tokenizer.decode([token for token in ids if token != padding]))
 
     def reached(self, token_ids: Tensor) -> Tensor:
         """Return whether the last token of each completion [N, T] ends it, bool [N]."""

@@ -24,9 +24,10 @@ from transformers import (
 from transformers.utils import logging
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from fastrl.train.checkpoint import verify
+from fastrl.train.checkpoint import latest, verify
 from fastrl.train.config import RunConfig
 from fastrl.train.prompts import Prompt
+from fastrl.train.vocabulary import end_tokens, set_padding
 
 logging.disable_progress_bar()  # the loops have their own
 
@@ -55,14 +56,22 @@ def autocast(config: RunConfig, device: torch.device) -> AbstractContextManager[
     return torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bfloat16")
 
 
+def model_path(name: str) -> str:
+    """Return the directory or hub name of a model; of a run it is the last checkpoint."""
+    return str(latest(Path(name, "checkpoints")) or name)
+
+
 def load(
     path: str | None, device: torch.device, dtype: str = "float32", *, nf4: bool = False
 ) -> tuple[Any, Any]:
     """Load a model, in evaluation mode, and its tokenizer, only from safetensors files.
 
+    The ``generation_config`` of the model has its ends and that of the tokenizer, and nothing that
+    changes the samples. A tokenizer without padding gets an end token for it.
+
     Raises:
-        ValueError: There is no such model, it is damaged, or its tokenizer has no end token; or it
-            cannot be loaded without running its code or unpickling its weights.
+        ValueError: There is no such model, it is damaged, or it has no end token; or it cannot be
+            loaded without running its code or unpickling its weights.
     """
     if path is None:
         tokenizer: Any = character_tokenizer()
@@ -87,13 +96,8 @@ def load(
             raise ValueError(
                 f"model must be a causal LM with its tokenizer, got {path!r}: {reason(error, path)}"
             ) from error
-    ends = model.generation_config.eos_token_id
-    if ends is None or ends == []:
-        ends = tokenizer.eos_token_id
-    if ends is None:
-        raise ValueError(f"model must have an end token, got none in {path!r}")
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    ends = end_tokens(model, tokenizer)
+    set_padding(tokenizer, ends)
     # A model's own sampling defaults would change the distribution of the samples.
     model.generation_config = GenerationConfig(
         eos_token_id=ends, pad_token_id=tokenizer.pad_token_id
@@ -112,7 +116,10 @@ def pretrained_config(path: str) -> Any:
         OSError: There is no such model.
     """
     if find_adapter_config_file(path) is not None:
-        raise ValueError("it is an adapter: merge it into its base with peft's merge_and_unload")
+        raise ValueError(
+            "it is an adapter: merge it into its base with peft's merge_and_unload, and store the "
+            "result and the tokenizer with save_pretrained"
+        )
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
     named = [str(getattr(part, "_attn_implementation", None)) for part in parts]

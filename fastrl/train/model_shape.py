@@ -16,7 +16,13 @@ from transformers import AutoModelForCausalLM
 from fastrl.integrations.transformers import backbone
 from fastrl.integrations.transformers.by_sequence import BY_SEQUENCE, Span, make_layout
 from fastrl.train.config import RunConfig
-from fastrl.train.loading import character_tokenizer, pretrained_config, reason, small_model
+from fastrl.train.loading import (
+    character_tokenizer,
+    model_path,
+    pretrained_config,
+    reason,
+    small_model,
+)
 from fastrl.train.recomputation import checkpoint_layers, tile_mlps, without_dropout
 
 
@@ -37,7 +43,7 @@ class Shape:
             self._of_model: Any = small_model(character_tokenizer()).config
         try:
             if config.model is not None:
-                self._of_model = pretrained_config(config.model)
+                self._of_model = pretrained_config(model_path(config.model))
             model = self._without_adapter(self._of_model)
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(

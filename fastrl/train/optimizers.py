@@ -62,6 +62,7 @@ def learning_rate(config: RunConfig, step: int) -> float:
         "linear": 1 - progress,
         "cosine": (1 + math.cos(math.pi * progress)) / 2,
     }[config.schedule]
+    assert config.learning_rate is not None  # which the config has set
     return config.learning_rate * warm * (0.1 + 0.9 * falling)
 
 

@@ -11,6 +11,7 @@ from fastrl.ops.kept_tokens import kept_arguments
 from fastrl.train.config import RunConfig
 from fastrl.train.loading import context_of
 from fastrl.train.rollout import Completion
+from fastrl.train.vocabulary import row_count
 
 
 def checked_completion(
@@ -28,7 +29,7 @@ def checked_completion(
         ids, ended = ids.long(), bool(one.ended)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"sampler must return completions of tensors: {error}") from error
-    vocabulary = len(model.get_input_embeddings().weight)
+    vocabulary = row_count(model)
     context = context_of(model) or len(prompt) + len(ids)
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
         raise ValueError(f"sampler must return ids from 0 to {vocabulary - 1}, got {ids}")

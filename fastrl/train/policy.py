@@ -29,6 +29,7 @@ from fastrl.train.config import PpoConfig, RunConfig
 from fastrl.train.loading import autocast
 from fastrl.train.packing import PackedBatch, micro_batches
 from fastrl.train.rollout import Rollout
+from fastrl.train.vocabulary import limited, row_count, row_limit
 
 
 class PolicyOutputs(NamedTuple):
@@ -70,7 +71,8 @@ def batches(
 def policy_outputs(model: Any, batch: PackedBatch, config: RunConfig) -> PolicyOutputs:
     """Run the model over a packed row, in the precision of the configuration."""
     if config.loss == "linear":
-        return PolicyOutputs(hidden_states(backbone(model), batch, config), None, lm_head(model))
+        states = hidden_states(backbone(model), batch, config)
+        return PolicyOutputs(states, None, limited(lm_head(model), model))
     with_states = isinstance(config, PpoConfig) and config.has_values
     with autocast(config, model.device), offloaded(config):
         out = model(
@@ -79,7 +81,7 @@ def policy_outputs(model: Any, batch: PackedBatch, config: RunConfig) -> PolicyO
             output_hidden_states=with_states,
         )
     of_tokens = out.hidden_states[-1][0, batch.predictors] if with_states else None
-    return PolicyOutputs(of_tokens, out.logits[0], None)
+    return PolicyOutputs(of_tokens, out.logits[0, :, : row_limit(model)], None)
 
 
 def hidden_states(backbone: Any, batch: PackedBatch, config: RunConfig) -> Tensor:
@@ -213,7 +215,7 @@ def _logprobs(model: Any, rollout: Rollout, config: RunConfig) -> torch.Tensor:
 def _sequences(model: Any) -> tuple[Rollout, Rollout]:
     """Return three sequences, longest first, and a copy with another first completion."""
     generator = torch.Generator().manual_seed(0)
-    tokens = model.get_input_embeddings().weight.shape[0]
+    tokens = row_count(model)
     ids = torch.randint(tokens, (3, 6), generator=generator)
     lengths = torch.tensor([[6], [3], [5]], device=model.device)
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from fastrl.train import arithmetic, long_addition
+from fastrl.train.chat import Chat
 from fastrl.train.config import RunConfig
 
 Record = dict[str, Any]
@@ -21,16 +22,28 @@ _FILES = (".jsonl", ".parquet")
 
 
 class Prompt(NamedTuple):
-    """A record and its tokenized prompt."""
+    """A record and its tokenized prompt.
+
+    Attributes:
+        record: the record as it was read.
+        token_ids: the prompt.
+        prefill: what the chat template has already written of the answer, such as ``<think>``.
+    """
 
     record: Record
     token_ids: list[int]
+    prefill: str = ""
 
     @property
     def text(self) -> str:
         """The prompt as text, or the last message of a conversation."""
         prompt = self.record["prompt"]
         return str(prompt if isinstance(prompt, str) else prompt[-1]["content"])
+
+    @property
+    def judged(self) -> Record:
+        """The record for rewards, with the ``"prefill"`` of the answer if there is one."""
+        return {**self.record, "prefill": self.prefill} if self.prefill else self.record
 
 
 def read_records(config: RunConfig) -> tuple[list[Record], list[Record]]:
@@ -63,34 +76,43 @@ def digest(records: list[Record]) -> str:
 def encode(records: list[Record], tokenizer: Any, config: RunConfig) -> list[Prompt]:
     """Tokenize the prompts; conversations go through the chat template.
 
+    Prompts of more than ``max_prompt_tokens`` are left out.
+
     Raises:
-        ValueError: A prompt is longer than ``max_prompt_tokens`` or cannot be tokenized, or there
-            is no chat template.
+        ValueError: Every prompt is longer, or one cannot be tokenized, or there is no chat
+            template, or the template does not read an argument.
     """
-    prompts = []
+    prompts, chat, shortest = [], None, None
     for record in records:
-        prompt = record["prompt"]
-        chat = config.chat_template or not isinstance(prompt, str)
-        if chat and tokenizer.chat_template is None:
-            raise ValueError("chat_template: the tokenizer has no chat template")
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        prompt, prefill = record["prompt"], ""
+        chats = config.chat_template is not None or not isinstance(prompt, str)
+        if chats and chat is None:
+            chat = Chat(tokenizer, config.chat_template)
         try:
-            text = (
-                tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-                if chat
-                else prompt
-            )
-            token_ids = tokenizer(text, add_special_tokens=not chat)["input_ids"]
+            text = chat.render(prompt) if chats and chat is not None else prompt
+            token_ids = tokenizer(text, add_special_tokens=not chats)["input_ids"]
         except Exception as error:  # templates are programs, and tokenizers raise nothing narrower
             raise ValueError(
                 f"prompts: {str(prompt)[:80]!r} cannot be tokenized: {_reason(error)}"
             ) from error
-        if not 0 < len(token_ids) <= config.max_prompt_tokens:
+        if not token_ids:
+            raise ValueError(f"prompts: {str(prompt)[:80]!r} has no tokens")
+        if chats and chat is not None and text.endswith(chat.prefill):
+            prefill = chat.prefill
+        if prefill and "prefill" in record:
             raise ValueError(
-                f"max_prompt_tokens must cover every prompt, got {len(token_ids)} tokens in "
-                f"{text[:80]!r}"
+                "prompts: a record must not have a field 'prefill', under which rewards get what "
+                f"the chat template writes of the answer: {prefill!r}"
             )
-        prompts.append(Prompt(record, token_ids))
+        if shortest is None or len(token_ids) < shortest:
+            shortest = len(token_ids)
+        if len(token_ids) <= config.max_prompt_tokens:
+            prompts.append(Prompt(record, token_ids, prefill))
+    if not prompts:
+        raise ValueError(
+            f"max_prompt_tokens must be at least {shortest}, the length of the shortest prompt, "
+            f"got {config.max_prompt_tokens}"
+        )
     return prompts
 
 
@@ -144,16 +166,14 @@ def _of_dataset(config: RunConfig) -> Iterable[Iterable[Record]]:
 def _records(rows: Iterable[Record], where: str, config: RunConfig) -> list[Record]:
     records = []
     for number, row in enumerate(rows, 1):
+        place = f"{where} row {number}"
         if not isinstance(row, dict):
-            raise ValueError(f"{where} row {number}: must be an object, got {row!r}")  # noqa: TRY004
-        of = {c: n for n, c in zip(("prompt", "answer"), config.columns, strict=True)}
-        if missing := [column for column, name in of.items() if column not in (name, *row)]:
-            raise ValueError(f"columns: {where} has no {missing[0]!r}, only {', '.join(row)}")
-        record = {of.get(column, column): value for column, value in row.items()}
-        if not _is_prompt(record.get("prompt")):
+            raise ValueError(f"{place}: must be an object, got {row!r}")  # noqa: TRY004
+        record = _renamed(row, place, config.columns)
+        if (wrong := _wrong_prompt(record["prompt"])) is not None:
             raise ValueError(
-                f'{where} row {number}: "prompt" must be text, or messages with role and content, '
-                f"the last not the assistant's, got {record.get('prompt')!r}"
+                f'{place}: "prompt" must be text, or messages with role and content, the last not '
+                f"the assistant's, got {repr(record['prompt'])[:200]}{wrong}"
             )
         records.append(record)
     if not records:
@@ -161,12 +181,43 @@ def _records(rows: Iterable[Record], where: str, config: RunConfig) -> list[Reco
     return records
 
 
-def _is_prompt(prompt: Any) -> bool:
+def _renamed(row: Record, place: str, columns: tuple[str, str]) -> Record:
+    """Return a row with the named columns as prompt and answer, in place of others so called."""
+    record = {name: value for name, value in row.items() if name not in columns}
+    for target, name in zip(("prompt", "answer"), columns, strict=True):
+        struct, field = _inside(row, name)
+        if field in struct:
+            record[target] = struct[field]
+        elif (target, name) != ("answer", "answer"):  # which not every reward needs
+            hint = "; name those with prompt and answer, such as --columns question solution"
+            raise ValueError(
+                f"columns: {place} has no {name!r}, only {', '.join(row)}"
+                f"{hint if columns == ('prompt', 'answer') else ''}"
+            )
+    return record
+
+
+def _inside(row: Record, name: str) -> tuple[Record, str]:
+    """Return the struct that has a column, and its name in it; ``struct.field`` is inside one."""
+    struct, _, field = name.partition(".")
+    if name in row or not isinstance(row.get(struct), dict):
+        return row, name
+    return _inside(row[struct], field)
+
+
+def _wrong_prompt(prompt: Any) -> str | None:
+    """Return None for a prompt, or what to do about something else, if that is known."""
     if isinstance(prompt, str) or not isinstance(prompt, list):
-        return bool(prompt) and isinstance(prompt, str)
+        return None if prompt and isinstance(prompt, str) else ""
     said = [message for message in prompt if isinstance(message, dict)]
+    if any({"from", "value"} <= message.keys() for message in said):
+        return ": rename from and value (ShareGPT) to role and content"
+    if any(isinstance(message.get("content"), list) for message in said):
+        return ": join the parts of a content to one text"
     texts = [isinstance(m.get(k), str) for m in said for k in ("role", "content")]
-    return len(said) == len(prompt) > 0 and all(texts) and said[-1]["role"] != "assistant"
+    if not (len(said) == len(prompt) > 0 and all(texts)):
+        return ""
+    return None if said[-1]["role"] != "assistant" else ": drop the answer of the assistant"
 
 
 def _datasets() -> Any:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from fastrl.train.checkpoint import replace_file
 from fastrl.train.config import RunConfig
@@ -136,6 +135,8 @@ def _visible(value: Any) -> Any:
 
 
 def _facts(config: RunConfig, rows: Sequence[Row]) -> dict[str, str]:
+    import transformers  # takes half a second, also of an answer to a wrong option
+
     measured = [row for row in rows if "held_out_reward" in row]
     facts = {
         "Model": config.model or "small new model",

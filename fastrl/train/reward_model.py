@@ -54,7 +54,7 @@ class RewardModel:
                 "reward: model: must name a sequence classification model in safetensors with its "
                 f"tokenizer, got {path!r}: {reason(error, path)}"
             ) from error
-        self._chat, end = config.chat_template, self._tokenizer.eos_token_id
+        self._chat, end = config.chat_template is not None, self._tokenizer.eos_token_id
         self._padding = model.config.get_text_config().pad_token_id
         wrong = None
         if missing := sorted(loaded["missing_keys"]):

@@ -136,7 +136,7 @@ class Rewards:
         """
         made = [(i, text) for i, text in enumerate(completions) if text is not None]
         rows, texts = [i for i, _ in made], [text for _, text in made]
-        asked, records = [prompts[i].text for i in rows], [prompts[i].record for i in rows]
+        asked, records = [prompts[i].text for i in rows], [prompts[i].judged for i in rows]
         given = Completions(asked, texts, records, [lengths[i] for i in rows])
         failed = torch.zeros(len(prompts), dtype=torch.bool)
         total, unshaped = torch.zeros(2, len(prompts), dtype=torch.float64)
@@ -182,7 +182,7 @@ class Rewards:
             RewardError: A function fails on any completion, or with ``reward_failed`` on all.
         """
         few = prompts[:: -(-len(prompts) // _PROBED)]
-        texts, records = [prompt.text for prompt in few], [prompt.record for prompt in few]
+        texts, records = [prompt.text for prompt in few], [prompt.judged for prompt in few]
         for name in self._judges:
             given = Completions(texts, [""] * len(few), records, [1] * len(few))
             failures = self._outcomes(name, given)[1]

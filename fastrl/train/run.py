@@ -4,33 +4,34 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 
-from fastrl import command_start
 from fastrl.integrations.transformers import backbone
 from fastrl.train import checkpoint, optimizers
 from fastrl.train.checkpoint import unchanged_generators
 from fastrl.train.config import RunConfig
-from fastrl.train.loading import check_length, context_of, find_device, load, not_finite
+from fastrl.train.initial_policy import INITIAL, begins_changed, load_policy, save_base
+from fastrl.train.loading import check_length, context_of, find_device, model_path, not_finite
 from fastrl.train.phases import Phases
 from fastrl.train.policy import check_head, check_packing, completion_logprobs
-from fastrl.train.prompts import Prompt, count_shared, digest, encode, read_records
+from fastrl.train.prompts import Prompt, digest, encode, read_records
 from fastrl.train.recomputation import save_memory
 from fastrl.train.reference import Reference
+from fastrl.train.remarks import evaluation_remark, remarks
 from fastrl.train.report import Row
 from fastrl.train.rewards import Rewards, Scored
 from fastrl.train.rollout import Completion, rollout_of
 from fastrl.train.run_log import RunLog, Summary
 from fastrl.train.sampling import Sampler
 from fastrl.train.teacher_model import TeacherModel, load_teacher
-from fastrl.train.warm_start import check_warm_start, frozen_head, warm_start, warm_start_steps
+from fastrl.train.vocabulary import check_tokens, row_count
+from fastrl.train.warm_start import check_warm_start, warm_start, warm_start_steps
 
-#: The directory of the run's initial model, which is the reference or is below an adapter.
-INITIAL = "initial"
 _FAR = 0.1  # nats per token; in bfloat16 sampler and trainer differ by less than a hundredth
 
 
@@ -53,10 +54,12 @@ def prepare(config: RunConfig) -> Setup:
     """Check and load everything that ``config`` names; lock the directory of the run.
 
     Raises:
-        ValueError: The run would stop later, because of a missing file, a prompt that is too long,
+        ValueError: The run would stop later, because of a missing file, prompts that are too long,
             a reward that does not exist or returns a wrong type, damaged weights, prompts that
             changed since the run began, or another process in the same directory.
     """
+    if config.model is not None:  # a run goes on, the checkpoint remains what it is
+        config = replace(config, model=model_path(config.model))
     log = RunLog(config)
     with ExitStack() as unless_prepared:
         unless_prepared.callback(log.close)
@@ -64,14 +67,12 @@ def prepare(config: RunConfig) -> Setup:
         device = find_device(config.device)
         records = read_records(config)
         checkpoint.seed_all(config.seed)
-        model, tokenizer = _load_policy(config, device, log, resumed_from)
+        model, tokenizer = load_policy(config, device, log, resumed_from)
         check_head(model, config)
         train, held_out = (encode(some, tokenizer, config) for some in records)
-        if shared := count_shared(train, held_out):
-            log.say(
-                f"{shared} of {len(held_out)} held-out prompts are also training prompts; their "
-                "reward does not measure generalization"
-            )
+        for line in remarks(records, train, held_out, tokenizer, config):
+            log.say(line)
+        check_tokens(model, tokenizer, train + held_out)
         check_length(model, train + held_out, config.max_new_tokens)
         if resumed_from is None:
             check_warm_start(train, tokenizer, config)
@@ -91,6 +92,9 @@ def prepare(config: RunConfig) -> Setup:
         check_packing(model, config)
         optimizers.make_optimizer(model.parameters(), config)  # a missing one fails here
         sampler = Sampler(model, tokenizer, config)
+        log.say(f"a completion ends with {sampler.endings}")
+        for line in evaluation_remark(held_out, config) if rewards else ():
+            log.say(line)
         unless_prepared.pop_all()
     parts = model, tokenizer, train, held_out, rewards, teacher, sampler
     return Setup(config, log, *parts, resumed_from)
@@ -169,8 +173,10 @@ class TrainingRun:
                     if self._interrupt.requested:
                         raise KeyboardInterrupt
                     show(i, {"loss": loss})
-            if config.lora_rank is not None and _begins_changed(config):
-                checkpoint.store(initial, lambda path: _save_base(setup, path))
+            if config.lora_rank is not None and begins_changed(config):
+                checkpoint.store(
+                    initial, lambda path: save_base(setup.model, setup.tokenizer, path)
+                )
         self._rng = checkpoint.rng_state()
         if config.kl_coef > 0:
             self.reference = Reference(setup.model, config, initial, resumed=resumed is not None)
@@ -315,7 +321,7 @@ class TrainingRun:
         setup = self._setup
         if (name := not_finite(setup.model)) is not None:
             return f"the weight {name!r} is"
-        vocabulary = len(setup.model.get_input_embeddings().weight)
+        vocabulary = row_count(setup.model)
         count = min(64, vocabulary, context_of(setup.model) or 64)
         # some were in no step yet
         ids = torch.linspace(0, vocabulary - 1, count, dtype=torch.float64).long()
@@ -373,47 +379,3 @@ class _Interrupt:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
         self.__exit__()  # a second signal has its usual effect
-
-
-def _load_policy(
-    config: RunConfig, device: torch.device, log: RunLog, resumed_from: Path | None
-) -> tuple[Any, Any]:
-    """Return the model, new or from a checkpoint, with its adapter if any, and its tokenizer."""
-    if resumed_from is not None:
-        with checkpoint.reading(resumed_from):
-            checkpoint.verify(resumed_from)
-    if config.lora_rank is None:
-        if resumed_from is None:
-            model, tokenizer = load(config.model, device, config.dtype)
-        else:
-            with checkpoint.reading(resumed_from):
-                model, tokenizer = load(str(resumed_from), device, config.dtype)
-        for parameter in frozen_head(model, config):
-            parameter.requires_grad_(False)
-        return model, tokenizer
-    try:
-        with command_start.quiet():
-            from fastrl.train.adapters import attach
-    except ModuleNotFoundError as error:
-        raise ValueError("lora_rank needs peft: pip install 'fastrl-kernels[lora]'") from error
-    initial = log.directory / INITIAL
-    base = str(initial) if _begins_changed(config) else str(config.model)
-    source = base if resumed_from is not None else config.model
-    model, tokenizer = load(source, device, config.dtype, nf4=config.weights == "nf4")
-    if not _begins_changed(config):
-        log.begun_with(base=checkpoint.fingerprint(model.named_parameters()))
-    adapted = attach(model, config, str(Path(base).resolve()) if Path(base).is_dir() else base)
-    if resumed_from is not None:
-        with checkpoint.reading(resumed_from):
-            adapted.load_weights(resumed_from)
-    return adapted, tokenizer
-
-
-def _save_base(setup: Setup, directory: Path) -> None:
-    setup.model.save_base(directory)
-    setup.tokenizer.save_pretrained(directory)
-
-
-def _begins_changed(config: RunConfig) -> bool:
-    """Return whether the run begins with other weights than those that ``config.model`` names."""
-    return config.model is None or warm_start_steps(config) > 0

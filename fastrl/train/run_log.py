@@ -224,6 +224,7 @@ class RunLog:
         if before.keys() != now.keys():
             names = ", ".join(sorted(before.keys() ^ now.keys()))
             raise ValueError(f"resume: the run has other settings than this version: {names}")
+        before = type(self.config)(**before).to_json()  # as this version writes them
         for name in now.keys() - FREE:
             if now[name] != before[name]:
                 raise ValueError(

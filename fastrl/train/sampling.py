@@ -28,6 +28,7 @@ from fastrl.train.loading import autocast
 from fastrl.train.own_completions import checked_completion
 from fastrl.train.prompts import Prompt
 from fastrl.train.rollout import Completion, Rollout, rollout_of
+from fastrl.train.vocabulary import token_count
 
 _AT_ONCE = 2**24  # scores at a time, which bounds the memory of their probabilities
 
@@ -71,14 +72,15 @@ class Sampler:
 
     def __init__(self, model: Any, tokenizer: Any, config: RunConfig) -> None:
         self._model, self._tokenizer, self._config = model, tokenizer, config
+        self.endings = Endings(model, tokenizer, config)
         self._own: RolloutFunction | None = None  # the user's, in place of one completion each
         self.engine: Engine
         if config.sampler == "vllm":
             from fastrl.train.vllm_sampler import VllmEngine
 
-            self.engine = VllmEngine(model, tokenizer, config)
+            self.engine = VllmEngine(model, tokenizer, config, self.endings)
             return
-        self.engine = TransformersEngine(model, tokenizer, config)
+        self.engine = TransformersEngine(model, tokenizer, config, self.endings)
         if config.sampler != "transformers":
             self._own = import_function(config.sampler, "sampler")
 
@@ -86,8 +88,9 @@ class Sampler:
         """Sample ``group_size`` completions of each prompt.
 
         Returns:
-            The rollout and the completions as strings; completions of a prompt are consecutive.
-            None is a completion that the user's function could not make.
+            The rollout and the completions as strings, with special tokens, but without the end
+            token and padding; completions of a prompt are consecutive. None is a completion that
+            the user's function could not make.
 
         Raises:
             FloatingPointError: The logits are not finite.
@@ -131,12 +134,7 @@ class Sampler:
                 else checked_completion(one, prompt, self._model, self._config, greedy=greedy)
                 for one, prompt in zip(completions, asked, strict=True)
             ]
-        texts = [
-            None
-            if one is None
-            else self._tokenizer.decode(one.token_ids.tolist(), skip_special_tokens=True)
-            for one in completions
-        ]
+        texts = [None if one is None else self.endings.text(one) for one in completions]
         return rollout_of(prompts, completions, self._model.device), texts
 
 
@@ -144,12 +142,13 @@ class TransformersEngine:
     """`generate`, for every model and device, in micro-batches that bound its cache.
 
     Up to rounding of the logits, the samples do not depend on the split into micro-batches: each
-    completion has its own random numbers, which are drawn before.
+    completion has its own random numbers, which are drawn before. Rows of the head that belong to
+    no token of the tokenizer are left out of the distribution.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, config: RunConfig) -> None:
+    def __init__(self, model: Any, tokenizer: Any, config: RunConfig, endings: Endings) -> None:
         self._model, self._tokenizer, self._config = model, tokenizer, config
-        self._endings = Endings(model, tokenizer, config)
+        self._endings, self._token_count = endings, token_count(tokenizer)
         self._tokens = TokenCount(0, 0)
 
     def complete(self, prompts: list[list[int]], *, greedy: bool) -> list[Completion]:
@@ -192,7 +191,7 @@ class TransformersEngine:
         longest, pad = max(map(len, prompts)), self._tokenizer.pad_token_id
         input_ids = [[pad] * (longest - len(ids)) + ids for ids in prompts]
         attention_mask = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]
-        choice = _TokenChoice(self._config, uniforms)
+        choice = _TokenChoice(self._config, uniforms, self._token_count)
         out = self._model.generate(
             input_ids=torch.tensor(input_ids, device=self._model.device),
             attention_mask=torch.tensor(attention_mask, device=self._model.device),
@@ -319,11 +318,12 @@ class _TokenChoice(LogitsProcessor):
     processor: `transformers` adds its own processors before it, but none for sampling.
     """
 
-    def __init__(self, config: RunConfig, uniforms: Tensor | None) -> None:
+    def __init__(self, config: RunConfig, uniforms: Tensor | None, token_count: int) -> None:
         self.token_ids: list[Tensor] = []
         self.logprobs: list[Tensor] = []
         self.kept: list[KeptTokens] = []  # of each step
         self._temperature, self._uniforms = config.temperature, uniforms
+        self._token_count = token_count  # rows of the head behind them are padding
         self._keeps = [] if uniforms is None else keeps(config)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -333,7 +333,8 @@ class _TokenChoice(LogitsProcessor):
         for rows in torch.arange(len(scores)).split(max(1, _AT_ONCE // scores.shape[-1])):
             span = slice(int(rows[0]), int(rows[-1]) + 1)
             uniforms = None if self._uniforms is None else self._uniforms[span, step]
-            parts.append(choose(scores[span], self._temperature, uniforms, self._keeps))
+            of_tokens = scores[span, : self._token_count]
+            parts.append(choose(of_tokens, self._temperature, uniforms, self._keeps))
         token_ids, logprobs, kept = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         self.token_ids.append(token_ids)
         self.logprobs.append(logprobs)

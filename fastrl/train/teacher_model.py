@@ -1,17 +1,17 @@
 """The teacher of a distillation: a frozen model that runs over the policy's own samples."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from fastrl import Teacher
 from fastrl.integrations.transformers import lm_head
-from fastrl.train.checkpoint import fingerprint, latest, unchanged_generators
+from fastrl.train.checkpoint import fingerprint, unchanged_generators
 from fastrl.train.config import GrpoConfig, RunConfig
-from fastrl.train.loading import load
+from fastrl.train.loading import load, model_path
 from fastrl.train.packing import PackedBatch
 from fastrl.train.policy import check_head, check_packing, policy_outputs
+from fastrl.train.vocabulary import limit_rows, token_count
 
 
 class TeacherModel:
@@ -27,25 +27,30 @@ class TeacherModel:
 
     def __init__(self, config: GrpoConfig, policy: Any, tokenizer: Any) -> None:
         self._config, name = config, str(config.teacher)
-        path = latest(Path(name, "checkpoints")) or name
+        path = model_path(name)
         dtype = "bfloat16" if config.precision == "bfloat16" else config.dtype
         try:
             with unchanged_generators():  # a run with a teacher begins as one without
-                self.model, own = load(str(path), policy.device, dtype)
+                self.model, own = load(path, policy.device, dtype)
             check_head(self.model, config)
             self.model.requires_grad_(False).set_attn_implementation(config.attention)
             check_packing(self.model, config)
         except (ImportError, ValueError) as error:
             raise ValueError(f"teacher: {error}") from error
-        # heads may be padded to more rows than the tokenizer has tokens: leave the padding out
-        self._rows, rows = _rows(policy, config), _rows(self.model, config)
-        if own.get_vocab() != tokenizer.get_vocab() or rows < self._rows:
+        rows = {model: _rows(model, config) for model in (policy, self.model)}
+        needed = min(token_count(tokenizer), rows[policy])
+        if own.get_vocab() != tokenizer.get_vocab() or rows[self.model] < needed:
             raise ValueError(
                 f"teacher must have the tokens of the model, {config.model or 'the small new one'}"
-                f": {len(tokenizer)}, in a head of {self._rows} rows; {path} has {len(own)} tokens "
-                f"and {rows} rows, {len(own.get_vocab().items() & tokenizer.get_vocab().items())} "
-                "tokens are the same"
+                f": {len(tokenizer)}; {path} has {len(own)} tokens and a head of "
+                f"{rows[self.model]} rows, "
+                f"{len(own.get_vocab().items() & tokenizer.get_vocab().items())} tokens are the "
+                "same"
             )
+        # heads may be padded to different numbers of rows: leave out what only one of them has
+        for model, count in rows.items():
+            if count > min(rows.values()):
+                limit_rows(model, min(rows.values()))
 
     def fingerprint(self) -> str:
         """Return a checksum of the weights."""
@@ -58,11 +63,9 @@ class TeacherModel:
         beta, temperature = self._config.teacher_beta, self._config.temperature
         options: dict[str, Any] = {"beta": beta, "temperature": temperature}
         if logits is not None:
-            return Teacher.from_logits(logits[:, : self._rows], **options)
+            return Teacher.from_logits(logits, **options)
         assert states is not None
         assert head is not None
-        bias = None if head.bias is None else head.bias[: self._rows]
-        head = head._replace(weight=head.weight[: self._rows], bias=bias)
         return Teacher.from_hidden(states, **head.arguments(), **options)
 
 

@@ -31,7 +31,7 @@ class VllmEngine:
         ValueError: vLLM is missing or for another device, or a setting does not fit.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, config: RunConfig) -> None:
+    def __init__(self, model: Any, tokenizer: Any, config: RunConfig, endings: Endings) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else the weights would be copied
         if config.keeps_tokens:
             os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the one that returns kept tokens
@@ -49,7 +49,7 @@ class VllmEngine:
         if model.device.type != needed:
             raise ValueError(f"this vLLM needs a model on {needed}, got {model.device}")
         self._model, self._tokenizer, self._config = model, tokenizer, config
-        self._endings = Endings(model, tokenizer, config)
+        self._endings = endings
         half = "bfloat16" in (config.precision, config.weights)
         self._dtype = torch.bfloat16 if half else torch.float32
         self._can_sleep, self._tokens = needed != "cpu", 0

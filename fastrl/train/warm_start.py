@@ -11,7 +11,7 @@ from torch import nn
 from fastrl.train.config import RunConfig
 from fastrl.train.optimizers import make_optimizer
 from fastrl.train.policy import batches, policy_logprobs, policy_outputs
-from fastrl.train.prompts import TASKS, Prompt, deal
+from fastrl.train.prompts import Prompt, deal
 from fastrl.train.rollout import Completion, Rollout, rollout_of
 
 #: Steps for the small new model, and prompts per step, by the embedded task.
@@ -30,6 +30,10 @@ def warm_start_steps(config: RunConfig) -> int:
 
 def check_warm_start(prompts: list[Prompt], tokenizer: Any, config: RunConfig) -> None:
     """Raise a `ValueError` if a demonstration is missing, or is too long to be sampled."""
+    if not warm_start_steps(config):
+        return
+    if tokenizer.eos_token_id is None:
+        raise ValueError("warm_start_steps must be 0 with a tokenizer that has no end token")
     drawn = [prompt for some in _dealt(prompts, config) for prompt in some]
     for prompt in drawn:
         shown = _demonstrations(prompt)
@@ -39,7 +43,7 @@ def check_warm_start(prompts: list[Prompt], tokenizer: Any, config: RunConfig) -
                 f"demonstrations, got {shown} for {prompt.text[:80]!r}"
             )
     texts = sorted({text for prompt in drawn for text in _demonstrations(prompt)})
-    longest = max((len(ids) + 1 for ids in _token_ids(tokenizer, texts)), default=0)
+    longest = max(len(ids) + 1 for ids in _token_ids(tokenizer, texts))
     if longest > config.max_new_tokens:  # never rewarded
         raise ValueError(
             f"max_new_tokens must be at least {longest}, which the longest demonstration of "
@@ -58,6 +62,7 @@ def warm_start(
     steps = warm_start_steps(config)
     if not steps:
         return
+    assert config.learning_rate is not None
     rate = _FASTER * config.learning_rate if config.model else _RATE
     adapted = config.lora_rank is not None
     with model.base_trained(frozen_head(model, config)) if adapted else nullcontext():
@@ -96,7 +101,7 @@ def _demonstrations(prompt: Prompt) -> list[Any]:
 
 
 def _token_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    return tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+    return tokenizer(texts, add_special_tokens=False)["input_ids"]  # type: ignore[no-any-return]
 
 
 def frozen_head(model: Any, config: RunConfig) -> list[nn.Parameter]:

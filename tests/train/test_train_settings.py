@@ -46,7 +46,10 @@ grpo ppo: {"prompts": ("train.jsonl", "./train.jsonl")} -> prompts must be two d
 grpo ppo: {"prompts": ("gone.jsonl", "train.jsonl")} -> prompts: there is no file gone
 grpo ppo: {"columns": ("q", "answer")} -> columns: .* has no 'q', only prompt, answer
 grpo ppo: {"chat_template": True} -> chat_template: the tokenizer has no chat template
-grpo ppo: {"max_prompt_tokens": 2} -> max_prompt_tokens must cover every prompt, got 7 tokens
+grpo ppo: {"max_prompt_tokens": 2} -> max_prompt_tokens must be at least 7, the length of .*, got 2
+grpo ppo: {"columns": ("answer", "answer")} -> columns must be two different columns, got
+grpo ppo: {"chat_template": ("x",)} -> chat_template must be followed by different NAME=.* got 'x'
+grpo ppo: {"chat_template": ("x=1", "x=2")} -> chat_template must be .* different .* got 'x=2'
 grpo ppo: {"rounding": "stochastic"} -> rounding must be .* got weights=float32, lora_rank=None
 grpo ppo: {"weights": "nf4"} -> weights=nf4 must be used with lora_rank, with a model
 grpo ppo: {"offload_checkpoints": True} -> offload_checkpoints must be off without
@@ -72,7 +75,9 @@ BAD_FILES = r"""
 x.jsonl: b'{"prompt": "a"}\n{"prompt": \n' -> prompts: .*x\.jsonl cannot be read: \w+:
 x.jsonl: b'{"prompt": "\xff"}\n' -> prompts: .*x\.jsonl cannot be read: \w+:
 x.jsonl: [{"prompt": "a"}, {"prompt": ""}] -> .*x\.jsonl row 2: "prompt" must be .* got ''
-x.jsonl: [{"question": "a"}] -> .*x\.jsonl row 1: "prompt" must be text
+x.jsonl: [{"question": "a", "n": 1}] -> .* no 'prompt', only question, n; .* question solution
+x.jsonl: [{"prompt": [{"from": "human", "value": "a"}]}] -> .* row 1: .*: rename from and value
+x.jsonl: [{"prompt": [{"role": "user", "content": [{"text": "a"}]}]}] -> .*: join the parts
 x.jsonl: [{"prompt": CHAT[:2]}] -> .* row 1: .* the last not the assistant's
 x.jsonl: [{"prompt": [{"content": "a"}]}] -> .* row 1: .* messages with role and content
 x.parquet: b"PAR1 and not more" -> prompts: .*x\.parquet cannot be read: ArrowInvalid
@@ -96,7 +101,10 @@ def test_a_bad_setting_is_named_with_what_was_expected(small, settings, message)
 
 def test_the_command_line(capsys):
     typed = "--group-size 4 --clip_high .3 --chat_template --clip_low None --stop 'a b' c"
-    settings = {"group_size": 4, "clip_high": 0.3, "chat_template": True, "stop": ("a b", "c")}
+    settings = {"group_size": 4, "clip_high": 0.3, "chat_template": (), "stop": ("a b", "c")}
+    assert parse(GrpoConfig, shlex.split(typed)) == GrpoConfig(**settings)
+    typed = "--chat_template system='Be x.' a=false --steps 3"
+    settings = {"steps": 3, "chat_template": ("system=Be x.", "a=false")}
     assert parse(GrpoConfig, shlex.split(typed)) == GrpoConfig(**settings)
     typed = "--objective dr_grpo --teacher x --reward none --group_size 1"
     settings = {"objective": "dr_grpo", "teacher": "x", "reward": ("none",), "group_size": 1}
@@ -149,8 +157,16 @@ def data(tmp_path, monkeypatch):
 def test_files_hold_records_with_text_or_messages(data, name):
     assert data(name, RECORDS) == RECORDS
     assert data(name, [{"prompt": CHAT, "n": 1.5}] * 2) == [{"prompt": CHAT, "n": 1.5}] * 2
-    renamed = data(name, [{"q": "1", "a": "2", "level": 0}], columns=("q", "a"))
-    assert renamed == [{"prompt": "1", "answer": "2", "level": 0}]
+    rows = {"q": "1", "a": "2", "level": 0}, {"prompt": "x", "q": "1", "a": "2", "answer": "x"}
+    for row in (*rows, dict(reversed(rows[1].items()))):  # what is named wins in every order
+        level = {"level": 0} if "level" in row else {}
+        assert data(name, [row], columns=("q", "a")) == [{"prompt": "1", "answer": "2", **level}]
+    nested = {"x": "1", "of": {"a": {"b": "2"}}}
+    for row, answer in ((nested, "2"), ({**nested, "of.a.b": "3"}, "3")):
+        (record,) = data(name, [row], columns=("x", "of.a.b"))
+        assert (record["prompt"], record["answer"], record["of"]) == ("1", answer, nested["of"])
+    with pytest.raises(ValueError, match=r"^columns: .* row 1 has no 'of\.c', only x, of$"):
+        data(name, [nested], columns=("x", "of.c"))
 
 
 @pytest.mark.parametrize(("records", "message"), table(BAD_FILES))

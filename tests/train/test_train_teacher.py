@@ -98,16 +98,19 @@ def plain_divergence(q, p, beta):
 
 
 @pytest.mark.parametrize(
-    ("keeps", "advantages"), [(False, None), (True, ADVANTAGES)], ids=["alone", "kept, rewarded"]
+    ("keeps", "advantages", "padding"),
+    [(False, None, (0, 3)), (False, ADVANTAGES, (5, 0)), (True, ADVANTAGES, (0, 3))],
+    ids=["alone", "rewarded, fewer rows", "kept, rewarded"],
 )
 @pytest.mark.parametrize("loss", ["linear", "logits"])
 @pytest.mark.parametrize("beta", [1.0, 0.0, 0.3])
-def test_gradients_are_those_of_padded_sequences(tmp_path, loss, beta, keeps, advantages):
-    """Of a teacher whose head has more rows, over all tokens or over those that were kept."""
-    name = save_teacher(tmp_path, rows=TOKENS + 3)
+def test_gradients_are_those_of_padded_sequences(tmp_path, loss, beta, keeps, advantages, padding):
+    """Of a teacher whose head has more or fewer rows, over all tokens or those that were kept."""
+    name = save_teacher(tmp_path, rows=TOKENS + padding[1])
     settings = {"teacher": name, "teacher_beta": beta, "teacher_coef": 0.5, "loss": loss}
     settings |= {"reward": ("none",)} if advantages is None else {}
     model, config = make_model("llama", temperature=0.8, **settings)
+    model.resize_token_embeddings(TOKENS + padding[0], mean_resizing=False)
     before, rollout = torch.get_rng_state(), make_rollout(holes=True)
     kept, inside = make_sets(rollout) if keeps else (None, torch.tensor(True))
     rollout = rollout._replace(kept=kept)
@@ -241,12 +244,12 @@ def test_a_teacher_of_other_tokens_is_refused(small, tmp_path):
     small |= {**ALONE, "steps": 1}
     for number, (changes, message) in enumerate(
         (
-            ({"tokenizer": other}, "has 98 tokens and 98 rows, 97 tokens are the same"),
-            ({"rows": 90}, "has 98 tokens and 90 rows, 98 tokens are the same"),
+            ({"tokenizer": other}, "has 98 tokens and a head of 98 rows, 97 tokens are the same"),
+            ({"rows": 90}, "has 98 tokens and a head of 90 rows, 98 tokens are the same"),
         )
     ):
         name = save_teacher(tmp_path / f"teacher-{number}", **changes)
-        expected = f"^teacher must have the tokens of the model, the small new one: 98.*; {name} "
+        expected = f"^teacher must have the tokens of the model, the small new one: 98; {name} "
         with pytest.raises(ValueError, match=f"{expected}{message}"):
             run("grpo", small, teacher=name)
     short = save_teacher(tmp_path / "short", max_position_embeddings=8)
