@@ -7,6 +7,7 @@ a list of guesses: they equal an answer that is a list, and no single one.
 The workers of rewards run this file, so it imports neither fastrl nor, before it is used, sympy.
 """
 
+import functools
 import logging
 import re
 from collections.abc import Iterable
@@ -47,6 +48,13 @@ def in_worker(
     return _equalities(completions, records, seconds=None)
 
 
+def decisive(answer: Any) -> str:
+    """Return the part of an answer that decides how it is read; of a solution, it is short."""
+    _, hashes, after = str(answer).rpartition("####")
+    is_short = hashes and _begins_answer(after) and not re.search(_MARK, after)
+    return hashes + after if is_short else repr(answer)
+
+
 def _equalities(
     completions: Iterable[str | None], records: Iterable[dict[str, Any]], seconds: int | None
 ) -> list[float]:
@@ -77,6 +85,7 @@ def _is_marked(text: str) -> bool:
     return "####" in text or re.search(_MARK, text) is not None
 
 
+@functools.lru_cache(maxsize=256)  # a group of completions has one answer
 def _read(text: str, seconds: int | None) -> list[Any]:
     """Return math-verify's reading of the answer of a text: empty, or a formula and its text."""
     from latex2sympy2_extended.math_normalization import (  # type: ignore[import-untyped]

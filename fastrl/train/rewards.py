@@ -156,11 +156,10 @@ class Rewards:
             workers.close()
 
     def _check_answers(self, prompts: list[Prompt], workers: Workers) -> None:
-        new = {repr(prompt.record.get("answer")): prompt for prompt in prompts}
+        new = {math_answers.decisive(prompt.record.get("answer")): prompt for prompt in prompts}
         asked = [prompt for answer, prompt in new.items() if answer not in self._read]
-        outcomes = workers.call(
-            [(p.text, None, p.record) for p in asked]  # no text: the right one
-        )
+        right = None  # the right completion
+        outcomes = workers.call([(prompt.text, right, prompt.record) for prompt in asked])
         for prompt, outcome in zip(asked, outcomes, strict=True):
             if outcome != [1.0]:
                 equal = "is not equal to itself"
