@@ -123,7 +123,7 @@ def _formula(latex: str, seconds: int | None) -> list[Any]:
     r"""Read LaTeX, with or without dollars; one word is no product of its letters."""
     from math_verify import LatexExtractionConfig
 
-    latex = re.sub(r"(?<!\\)\$|\\[()\[\]]", " ", latex).strip().removesuffix(".")
+    latex = re.sub(r"(?<!\\)(?:\$|\\[()\[\]])", " ", latex).strip().removesuffix(".")
     if not latex:
         return []
     if _WORDS.fullmatch(latex):
@@ -149,3 +149,7 @@ def _with_sets(text: str) -> str:
         return rf"$\{{{', '.join(numbers)}\}}$"
 
     return _LIST.sub(as_set, text)
+
+
+if __name__ == "__mp_main__":  # in a worker, which has no time limit before its first completion
+    _formula("1", None)
