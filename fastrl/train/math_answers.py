@@ -58,7 +58,6 @@ def decisive(answer: Any) -> str:
 def _equalities(
     completions: Iterable[str | None], records: Iterable[dict[str, Any]], seconds: int | None
 ) -> list[float]:
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of no limit, and of limits
     from math_verify import verify
 
     found = []
@@ -136,6 +135,7 @@ def _formula(latex: str, seconds: int | None) -> list[Any]:
 def _parse(text: str, seconds: int | None, **options: Any) -> list[Any]:
     from math_verify import parse
 
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of no limit, and of limits
     return parse(text, parsing_timeout=seconds, **options)  # type: ignore[no-any-return]
 
 

@@ -109,8 +109,8 @@ def test_what_takes_long_is_no_answer():
 
 def test_every_answer_is_checked_before_a_run():
     """Also if failures have a reward: it is not the completion that fails."""
-    rewards = rewards_of(reward_failed=0.0, reward_timeout=2.0)
-    for answer in (None, True, ["1"], "", r"\boxed{}", "#### 70 or 72", TOWER):
+    rewards = rewards_of(reward_failed=0.0)
+    for answer in (None, True, ["1"], "", r"\boxed{}", "#### 70 or 72"):
         rewards.probe(prompts_of("p - q", GSM8K, 7, "B"))
         with pytest.raises(RewardError, match=r'^reward math_verify: "answer" must') as error:
             rewards.probe(prompts_of(*["5"] * 19, answer, *["6"] * 20))
