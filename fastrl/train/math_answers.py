@@ -152,4 +152,5 @@ def _with_sets(text: str) -> str:
 
 
 if __name__ == "__mp_main__":  # in a worker, which has no time limit before its first completion
-    _formula("1", None)
+    for _form in (r"\left( 3, \frac{x}{2} \right)", "[-2,7]", "x^2+1", r"\{1, \sqrt{2}\}"):
+        _formula(_form, None)  # the first of a kind takes long

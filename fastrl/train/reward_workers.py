@@ -153,6 +153,23 @@ class _Worker:
         self.pipe.close()
 
 
+def source_of(path: str) -> Source:
+    """Return where a worker finds ``"module:function"``.
+
+    Raises:
+        ValueError: It is a function of a program that is no file, such as a notebook.
+    """
+    module, _, name = path.partition(":")
+    if module != "__main__":
+        return Source(module, name)
+    program = sys.modules[module]
+    if program.__spec__ is not None:
+        return Source(program.__spec__.name, name)
+    if (file := getattr(program, "__file__", None)) is None:
+        raise ValueError(f"reward_timeout needs functions of a file or module, got {path!r}")
+    return Source(file, name, is_file=True)
+
+
 def _kill(workers: list[_Worker]) -> None:
     while workers:
         workers.pop().kill()

@@ -1,6 +1,5 @@
 """Rewards: a weighted sum of built-in and user-defined functions of the completions."""
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -15,7 +14,7 @@ from fastrl.train.math_answers import math_equality as math_equality
 from fastrl.train.prompts import Prompt, Record
 from fastrl.train.reward_calls import Failure, RewardError, Source
 from fastrl.train.reward_model import RewardModel
-from fastrl.train.reward_workers import Workers
+from fastrl.train.reward_workers import Workers, source_of
 from fastrl.train.sampling import import_function
 
 #: The function that judges completions of an embedded task if nothing is rewarded.
@@ -192,7 +191,7 @@ class Rewards:
         function = import_function(path, "reward")
         if config.reward_timeout is None:
             return partial(_in_this_process, function)
-        self._workers[path] = Workers(_source(path), config.reward_timeout)
+        self._workers[path] = Workers(source_of(path), config.reward_timeout)
         return partial(_in_workers, self._workers[path])
 
     def _outcomes(self, name: str, given: Completions) -> tuple[Tensor, dict[int, Failure]]:
@@ -249,19 +248,6 @@ def _weighted(text: str) -> tuple[str, float]:
     if not abs(weight) < float("inf"):
         raise ValueError(f"reward must have finite weights, got {text!r}")
     return name or text, weight
-
-
-def _source(path: str) -> Source:
-    """Return where a worker finds ``"module:function"``."""
-    module, _, name = path.partition(":")
-    if module != "__main__":
-        return Source(module, name)
-    program = sys.modules[module]
-    if program.__spec__ is not None:
-        return Source(program.__spec__.name, name)
-    if (file := getattr(program, "__file__", None)) is None:
-        raise ValueError(f"reward_timeout needs functions of a file or module, got {path!r}")
-    return Source(file, name, is_file=True)
 
 
 def _in_this_process(function: RewardFunction, given: Completions) -> list[float | Failure]:
