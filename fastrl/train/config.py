@@ -89,7 +89,8 @@ class RunConfig:
     model:PATH is a reward model. overlong=0.5 gives a weight, and =0 only logs the reward.
     none: grpo learns only from a teacher."""
     reward_timeout: float | None = None
-    """Seconds that a module:function may take for a completion, in its own process."""
+    """Seconds that a module:function may take for a completion, in its own process.
+    math_verify, which always has one, may take 5 by default; what takes longer gets 0."""
     reward_failed: float | None = None
     """Reward of a completion on which a function fails. By default, a failure ends the run."""
 

@@ -1,21 +1,21 @@
 """Rewards: a weighted sum of built-in and user-defined functions of the completions."""
 
-import concurrent.futures
-import copy
 import math
-import multiprocessing
-import os
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fastrl.train import math_answers, reward_calls
 from fastrl.train.config import RunConfig
+from fastrl.train.math_answers import math_equality as math_equality
 from fastrl.train.prompts import Prompt, Record
+from fastrl.train.reward_calls import Failure, RewardError, Source
 from fastrl.train.reward_model import RewardModel
+from fastrl.train.reward_workers import Workers, source_of
 from fastrl.train.sampling import import_function
 
 #: The function that judges completions of an embedded task if nothing is rewarded.
@@ -24,21 +24,11 @@ _CHECKS = {
     "long_addition": ("fastrl.train.long_addition:right_sum",),
 }
 _PROBED = 8  # records on which a run tries the functions before it starts
+_SECONDS = 5.0  # for math-verify, whose slowest answers would not end
 
 #: Takes the texts of N prompts and completions, and their records; returns N numbers, or None for
 #: completions to which it gives no reward.
 RewardFunction = Callable[[list[str], list[str], list[Record]], Sequence[float | None]]
-
-
-class RewardError(ValueError):
-    """A reward function raised, or returned invalid rewards."""
-
-
-class Failure(NamedTuple):
-    """The reason why a function has no reward for a completion."""
-
-    reason: str  # a phrase that follows the function's name
-    trace: str = ""
 
 
 class Completions(NamedTuple):
@@ -95,6 +85,8 @@ class Rewards:
 
     def __init__(self, config: RunConfig, device: torch.device) -> None:
         self.model: RewardModel | None = None
+        self._workers: dict[str, Workers] = {}
+        self._read: set[str] = set()  # answers
         self._failed = config.reward_failed
         self._judges: dict[str, Judge] = {}
         self._weights: dict[str, float] = {}
@@ -176,11 +168,14 @@ class Rewards:
         return row
 
     def probe(self, prompts: list[Prompt]) -> None:
-        """Try the functions on empty completions of a few prompts.
+        """Try the functions on empty completions of a few prompts, and math-verify on all answers.
 
         Raises:
-            RewardError: A function fails on any completion, or with ``reward_failed`` on all.
+            RewardError: A function fails on any completion, or with ``reward_failed`` on all, or
+                math-verify does not find an answer equal to itself.
         """
+        if "math_verify" in self._workers:
+            self._check_answers(prompts, self._workers["math_verify"])
         few = prompts[:: -(-len(prompts) // _PROBED)]
         texts, records = [prompt.text for prompt in few], [prompt.judged for prompt in few]
         for name in self._judges:
@@ -189,12 +184,37 @@ class Rewards:
             if len(failures) == len(few):
                 raise self._error(name, failures[0], given, 0)
 
+    def close(self) -> None:
+        """End the processes of functions; a later call starts new ones."""
+        for workers in self._workers.values():
+            workers.close()
+
+    def _check_answers(self, prompts: list[Prompt], workers: Workers) -> None:
+        new = {math_answers.decisive(prompt.record.get("answer")): prompt for prompt in prompts}
+        asked = [prompt for answer, prompt in new.items() if answer not in self._read]
+        right = None  # the right completion
+        outcomes = workers.call([(prompt.text, right, prompt.record) for prompt in asked])
+        for prompt, outcome in zip(asked, outcomes, strict=True):
+            if outcome != [1.0]:
+                equal = "is not equal to itself"
+                reason = outcome.reason if isinstance(outcome, Failure) else equal
+                raise RewardError(
+                    f'reward math_verify: "answer" must be a formula that math-verify can compare, '
+                    f"got {prompt.record.get('answer')!r} for {_quoted(prompt.text)}: it {reason}"
+                )
+        self._read |= set(new)
+
     def _judge(self, path: str, config: RunConfig, device: torch.device) -> Judge:
         if path == "exact_match":
             return partial(_in_this_process, exact_match)
         if path == "math_verify":
-            _import_math_verify()
-            return partial(_in_this_process, math_equality)
+            if find_spec("math_verify") is None:
+                raise ValueError(
+                    "reward: math_verify needs math-verify: pip install 'fastrl-kernels[math]'"
+                )
+            source = Source(math_answers.__file__, "in_worker", is_file=True)
+            self._workers[path] = Workers(source, config.reward_timeout or _SECONDS)
+            return partial(_by_math_verify, self._workers[path])
         if path == "overlong":
             longest = config.max_new_tokens
             return lambda given: list(overlong(given.lengths, longest))
@@ -206,7 +226,8 @@ class Rewards:
         function = import_function(path, "reward")
         if config.reward_timeout is None:
             return partial(_in_this_process, function)
-        return partial(_in_workers, path, config.reward_timeout)
+        self._workers[path] = Workers(source_of(path), config.reward_timeout)
+        return partial(_in_workers, self._workers[path])
 
     def _outcomes(self, name: str, given: Completions) -> tuple[Tensor, dict[int, Failure]]:
         """Return the rewards of a function, float64 [N], and its failures by index."""
@@ -242,30 +263,6 @@ def exact_match(prompts: list[str], completions: list[str], records: list[Record
     ]
 
 
-def math_equality(prompts: list[str], completions: list[str], records: list[Record]) -> list[float]:
-    """Return 1 for a completion whose answer math-verify finds equal to ``"answer"``, else 0.
-
-    The answer is the text after the last ``####``, as in GSM8K.
-
-    Raises:
-        ValueError: The answer of a record has no number or formula.
-    """
-    parse, verify = _import_math_verify()
-
-    def answer(text: Any) -> Any:
-        return parse(str(text).rpartition("####")[2])
-
-    golds = [answer(record.get("answer")) for record in records]
-    for gold, record in zip(golds, records, strict=True):
-        if not gold:
-            raise ValueError(
-                f'"answer" must hold a number or formula, got {record.get("answer")!r}'
-            )
-    return [
-        float(verify(gold, answer(text))) for gold, text in zip(golds, completions, strict=True)
-    ]
-
-
 def overlong(lengths: Sequence[int], max_new_tokens: int) -> list[float]:
     """Return the soft overlong punishment of DAPO, https://arxiv.org/abs/2503.14476, equation 13.
 
@@ -291,58 +288,34 @@ def _weighted(text: str) -> tuple[str, float]:
 def _in_this_process(function: RewardFunction, given: Completions) -> list[float | Failure]:
     """Call a function with all completions at once, or if it raises, with each one alone."""
     try:
-        return _checked(function, given.prompts, given.texts, given.records)
+        return _checked(function, given)
     except (Exception, SystemExit) as error:  # a user's function may raise anything
         if len(given.texts) == 1:
-            return [_failure(error)]
+            return [reward_calls.failure(error)]
     rows = zip(given.prompts, given.texts, given.records, given.lengths, strict=True)
     alone = [_in_this_process(function, Completions([p], [t], [r], [n])) for p, t, r, n in rows]
     if any(isinstance(one, Failure) for (one,) in alone):
         return [one for (one,) in alone]
     try:  # it may fail only on several, or pass now
-        return _checked(function, given.prompts, given.texts, given.records)
+        return _checked(function, given)
     except (Exception, SystemExit) as error:
-        return [_failure(error)] * len(given.texts)
+        return [reward_calls.failure(error)] * len(given.texts)
 
 
-def _in_workers(path: str, seconds: float, given: Completions) -> list[float | Failure]:
-    """Call ``"module:function"`` with one completion at a time, in processes that can be killed."""
-    from pebble import ProcessExpired, ProcessPool
-
-    outcomes: list[float | Failure] = []
-    rows = zip(given.prompts, given.texts, given.records, strict=True)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    with ProcessPool(os.cpu_count() or 1, context=context) as pool:
-        futures = [pool.schedule(_call, (path, *row), timeout=seconds) for row in rows]
-        for future in futures:
-            error = future.exception()
-            if isinstance(error, concurrent.futures.TimeoutError):
-                outcomes.append(Failure(f"took longer than {seconds:g} s"))
-            elif isinstance(error, ProcessExpired):
-                outcomes.append(Failure(f"ended its process, with exit code {error.exitcode}"))
-            else:
-                outcomes.append(future.result() if error is None else _failure(error))
-    return outcomes
+def _in_workers(workers: Workers, given: Completions) -> list[float | Failure]:
+    """Call a function with one completion at a time, in processes that can be killed."""
+    found = workers.call(list(zip(given.prompts, given.texts, given.records, strict=True)))
+    return [one if isinstance(one, Failure) else _number(one[0]) for one in found]
 
 
-def _call(path: str, prompt: str, text: str, record: Record) -> float | Failure:
-    """Return the reward of a completion; runs in a worker."""
-    torch.set_num_threads(1)
-    return _in_this_process(
-        import_function(path, "reward"), Completions([prompt], [text], [record], [0])
-    )[0]
+def _by_math_verify(workers: Workers, given: Completions) -> list[float | Failure]:
+    """Return 0 for what cannot be compared in time: the answers were, before the run."""
+    found = _in_workers(workers, given)
+    return [0.0 if isinstance(one, Failure) and one.ended else one for one in found]
 
 
-def _checked(function: RewardFunction, *columns: Any) -> list[float | Failure]:
-    """Call a function on copies of its arguments, and check its result."""
-    prompts, texts, records = columns
-    returned = function(list(prompts), list(texts), copy.deepcopy(records))
-    if isinstance(returned, (str, bytes, Mapping)):
-        raise RewardError(f"must return a sequence of numbers, got {type(returned).__name__}")
-    values = list(returned)
-    if len(values) != len(texts):
-        raise RewardError(f"must return {len(texts)} numbers, got {len(values)}")
+def _checked(function: RewardFunction, given: Completions) -> list[float | Failure]:
+    values = reward_calls.call(function, given.prompts, given.texts, given.records)
     return [_number(value) for value in values]
 
 
@@ -356,25 +329,6 @@ def _number(value: Any) -> float | Failure:
     if not torch.tensor(number, dtype=torch.float64).float().isfinite():
         return Failure(f"must return numbers that are finite in float32, got {number}")
     return number
-
-
-def _failure(error: BaseException) -> Failure:
-    if isinstance(error, RewardError):
-        return Failure(str(error))
-    last = traceback.extract_tb(error.__traceback__)[-1:]
-    place = "".join(f" in {frame.filename} line {frame.lineno}" for frame in last)
-    trace = "".join(traceback.format_exception(error)).rstrip()
-    return Failure(f"raised {type(error).__name__}: {error}{place}", trace)
-
-
-def _import_math_verify() -> tuple[Any, Any]:
-    try:
-        from math_verify import parse, verify
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            "reward: math_verify needs math-verify: pip install 'fastrl-kernels[math]'"
-        ) from error
-    return parse, verify
 
 
 def _quoted(text: str, longest: int = 300) -> str:

@@ -77,6 +77,7 @@ def prepare(config: RunConfig) -> Setup:
         if resumed_from is None:
             check_warm_start(train, tokenizer, config)
         rewards = Rewards(config, device)
+        unless_prepared.callback(rewards.close)
         for prompts in (train, held_out):
             rewards.probe(prompts)  # a broken function fails here
         teacher = load_teacher(config, model, tokenizer)
@@ -121,7 +122,7 @@ def training_run(
         warm_started: Called when a new run has its first weights, before they are saved.
     """
     log = setup.log
-    with closing(log), _Interrupt() as interrupt:
+    with closing(log), closing(setup.rewards), _Interrupt() as interrupt:
         run = TrainingRun(setup, parts, interrupt)
         with run.phase("start"):
             run.start(warm_started)

@@ -39,7 +39,7 @@ ALLOWED = {
     ),
     "train": (
         f"* ops integrations train {CORE}",
-        "torch transformers tokenizers matplotlib numpy tqdm filelock pebble math_verify "
+        "torch transformers tokenizers matplotlib numpy tqdm filelock math_verify "
         "bitsandbytes datasets peft vllm safetensors tyro jinja2 tensorboard wandb",
     ),
 }

@@ -1,0 +1,118 @@
+r"""The reward math_verify: how answers are read, compared in time, and checked before a run."""
+
+import threading
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("math_verify")
+
+from fastrl.train.config import GrpoConfig
+from fastrl.train.math_answers import in_worker, math_equality
+from fastrl.train.prompts import Prompt
+from fastrl.train.rewards import RewardError, Rewards
+
+GSM8K = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n#### 72"
+TOWER = r"\boxed{9^{9^{9^9}}}"
+
+
+def judged(answer, *completions):
+    count = len(completions)
+    return in_worker([""] * count, list(completions), [{"answer": answer}] * count)
+
+
+def rewards_of(**settings):
+    return Rewards(GrpoConfig(reward=("math_verify",), **settings), torch.device("cpu"))
+
+
+def prompts_of(*answers):
+    return [Prompt({"prompt": f"question {i}", "answer": a}, []) for i, a in enumerate(answers)]
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        (r"3\sqrt{13}", r"\sqrt{117}", "3"),
+        (r"$3\sqrt{13}$", r"3\sqrt{13}", "3"),
+        (r"The side is \boxed{3\sqrt{13}}.", r"3\sqrt{13}", "3"),
+        (r"#### 3\sqrt{13}", r"3\sqrt{13}", "3"),
+        ("6 - 5i", "-5i + 6", "5"),
+        ("2k+2", "2(k+1)", "2"),
+        ("$y=3 x+2$", "3x + 2", "2"),
+        (r"1 \pm \sqrt{19}", r"1+\sqrt{19}, 1-\sqrt{19}", r"1+\sqrt{19}"),
+        (r"$\$ 1,540$", "1540", "1"),
+        (r"10 \text{ cm}", "10", "11"),
+        (42, "42.0", "4"),
+        (0.5, r"\frac{1}{2}", "5"),
+        (1e-7, "10^{-7}", "1"),
+        ("B", r"\text{(B)}", "C"),
+        ("(E)", "E", "A"),
+        ("1,3,5", "5, 3, 1", "5"),
+        ("$(1,2)$ and $(3,4)$", "(3,4), (1,2)", "(3,4)"),
+        (r"\{1,2\}", r"\{2,1\}", r"\{1\}"),
+        ("[-2,7]", r"\left[-2,7\right]", "(-2,7)"),
+        (r"\left( 3, \frac{\pi}{2} \right)", r"(3, \frac{\pi}{2})", "3"),
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{bmatrix} 1 \\ 2 \end{bmatrix}", "2"),
+        (r"\text{Evelyn}", "Evelyn", r"\text{Evlyn}"),
+        ("Evelyn", r"\text{Evelyn}", "Evylen"),
+        (r"\text{June 20}", r"\text{June 20}", "20"),
+    ],
+)
+def test_an_answer_is_read_as_a_whole(answer, right, wrong):
+    assert judged(answer, rf"So \boxed{{{right}}}.", rf"So \boxed{{{wrong}}}.") == [1, 0]
+    if isinstance(answer, str) and "####" not in answer and "boxed" not in answer:
+        assert judged(answer, rf"\boxed{{{answer}}}", f" {answer}\n") == [1, 1]
+
+
+def test_the_number_after_the_last_hashes_is_an_answer_and_several_are_not():
+    texts = ["72", "\n72", "72\nThat is 3 clips per friend.", "72.0", "$72", "$72$", "**72**"]
+    texts += ["72 clips", "72.", r"\$72", r"\(72\)", "48 + 24 = 72", "144/2", r"\frac{144}{2}"]
+    assert judged(GSM8K, *(f"2 + 3\n#### {text}" for text in texts)) == [1] * len(texts)
+    texts = ["70 or 72", "72 or 70", "72\n#### 5", "7, 72", "", "72 - 70", "-72", "7 2"]
+    assert judged(GSM8K, *(f"2 + 70\n#### {text}" for text in texts)) == [0] * len(texts)
+    for answer, right in (("1,234", "1234"), ("-5", "-5"), ("1/2", "0.5"), ("10%", r"10\%")):
+        assert judged(f"#### {answer}", f"#### {right}", "#### 5") == [1, 0]
+
+
+def test_a_list_of_guesses_is_no_answer():
+    boxes = [r"\boxed{5} and \boxed{72}", r"\boxed{72}, \boxed{5}", r"\boxed{5, 72}"]
+    plain = ["70 or 72", "The answer is 72 or 73.", "The answer is 72, 73, or 74", "$5$ or $72$"]
+    assert judged(GSM8K, *boxes, *plain) == [0] * 7
+    assert judged("72, 5", *boxes, "They are 5 and 72.") == [1] * 4
+    last = [rf"\boxed{{5}}? {'No. ' * 30}\boxed{{72}}", "24 in May, and 48 + 24 = 72.", "is 1 + 71"]
+    assert judged(GSM8K, *last) == [1] * 3
+
+
+def test_a_heading_hides_no_answer_and_a_later_mark_counts():
+    texts = ["\\boxed{72}\n#### Check: 5", "#### Step 1\n\\boxed{72}", "\\boxed{5}\n#### 72"]
+    assert judged(GSM8K, *texts, "#### 72\nNo: \\boxed{5}") == [1, 1, 1, 0]
+
+
+def test_what_takes_long_is_no_answer():
+    """In any thread, and in any order."""
+    rewards, found = rewards_of(reward_timeout=2.0), []
+    texts = ["#### 72", TOWER, r"\boxed{71}", r"\boxed{72}"]
+
+    def score(texts):
+        scored = rewards.score(prompts_of(*[GSM8K] * 4), texts, [1] * 4)
+        found.append((scored.total.tolist(), scored.failed.any().item()))
+
+    thread = threading.Thread(target=score, args=(texts,))
+    thread.start()
+    thread.join()
+    score([texts[2], texts[3], texts[0], texts[0]])
+    rewards.close()
+    assert found == [([1, 0, 0, 1], False), ([0, 1, 1, 1], False)]
+    assert math_equality([""], texts[:1], [{"answer": GSM8K}]) == [1]
+
+
+def test_every_answer_is_checked_before_a_run():
+    """Also if failures have a reward: it is not the completion that fails."""
+    rewards = rewards_of(reward_failed=0.0)
+    for answer in (None, True, ["1"], "", r"\boxed{}", "#### 70 or 72"):
+        rewards.probe(prompts_of("p - q", GSM8K, 7, "B"))
+        with pytest.raises(RewardError, match=r'^reward math_verify: "answer" must') as error:
+            rewards.probe(prompts_of(*["5"] * 19, answer, *["6"] * 20))
+        assert f"got {answer!r} for 'question 19'" in str(error.value)
+    rewards.close()
