@@ -1,4 +1,4 @@
-"""Held-out reward by step of small trainings, three seeds each.
+"""Held-out reward by step of small trainings, ten seeds each.
 
 GRPO, PPO and distillation begin with the same students, half as wide as the model of `make train`;
 the teacher is that model, trained by GRPO. A seed draws the first weights, and its runs begin after
@@ -22,7 +22,7 @@ import torch
 from fastrl.bench.machine import machine
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "bench" / "results" / "curves-2026-11-26.json"
+RESULTS = ROOT / "bench" / "results" / "curves-2026-11-28.json"
 HEAD = "| --- | --- | --- | --- |"
 COMPLETIONS = 256
 ALONE = {"prompts_per_step": COMPLETIONS}
@@ -43,7 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int)
     parser.add_argument("--learning-rate", type=float)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[*range(10)])
     parser.add_argument("--out-dir", type=Path, default=ROOT / "runs" / "curves")
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()

@@ -79,8 +79,8 @@ class Case(NamedTuple):
 
 #: Of a report of users, rebuilt.
 REPORTED: dict[str, tuple[Any, ...]] = {
-    "32k-rows-of-1k": ("q8", "grpo", (8, 8, 64, 448), {**ON, **micro(1024)}),
-    "32k-rows-of-16k": ("q8", "grpo", (8, 8, 64, 448), {**ON, **micro(16384)}),
+    "rows-of-1k": ("q8", "grpo", (2, 8, 64, 448), {**ON, **micro(1024)}),
+    "rows-of-16k": ("q8", "grpo", (4, 8, 64, 448), {**ON, **micro(16384)}),
     "large-vocabulary-4k": ("q151", "grpo", (1, 8, 64, 448), {**ON, **micro(1024)}),
     "large-vocabulary-6k": ("q151", "grpo", (1, 12, 64, 448), {**ON, **micro(1024)}),
     "lora-o-down": ("q151", "grpo", (1, 4, 64, 448), DOWN),
