@@ -211,8 +211,7 @@ def _predicted(case: Case, folder: Path) -> float:
     from fastrl.train.plan import plan
 
     config = _config(case, folder)
-    tokens = config.max_prompt_tokens + config.max_new_tokens
-    found = plan(config, Shape(config), tokens=tokens, device="cpu")
+    found = plan(config, Shape(config), device="cpu")
     return found.learning - found.weights - found.optimizer
 
 
