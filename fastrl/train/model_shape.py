@@ -171,12 +171,13 @@ def _dry_run(model: Any, settings: Settings, spans: list[Span]) -> tuple[int, in
     model.set_attn_implementation(BY_SEQUENCE)
     if checkpoints:
         checkpoint_layers(model)
-    with FakeTensorMode():  # nothing is computed; the CPU's tensors know autocast, unlike "meta"
+    layout = make_layout(spans, torch.device("cpu"))
+    # nothing is computed; the CPU's tensors know autocast, unlike "meta"
+    with FakeTensorMode(allow_non_fake_inputs=True):
         for module in model.modules():
             for tensors in (module._parameters, module._buffers):
                 tensors.update({n: _fake(t) for n, t in tensors.items() if t is not None})
         ids, positions = torch.zeros(1, row, dtype=torch.long), torch.arange(row)[None]
-        layout = make_layout(spans, torch.device("cpu"))
         with _Memory(model) as memory:
             with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
                 states = backbone(model)(
