@@ -143,7 +143,7 @@ def test_more_tokens_in_a_row_never_take_less(tmp_path):
     """A chunk of logits is as large as any row of so many tokens makes it."""
     path = save(tmp_path, vocab_size=151936, tie_word_embeddings=True)
     config = GrpoConfig(model=path, lora_rank=4, max_new_tokens=448)
-    rows = [replace(config, tokens_per_micro_batch=n) for n in (1984, 1987, 2048, 2300, 2400)]
+    rows = [replace(config, tokens_per_micro_batch=n) for n in (1984, 1987, 2048)]
     learning = [plan(row, Shape(config), device="cpu").learning for row in rows]
     assert learning == sorted(learning)
 
