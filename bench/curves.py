@@ -13,6 +13,7 @@ import argparse
 import json
 import re
 import shlex
+import statistics
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -113,13 +114,18 @@ def logged(out: Path) -> list[dict]:
 
 
 def table(study: dict) -> str:
-    lines = ["| method | held-out reward before | after | first step above 0.9 |", HEAD]
+    lines = ["| method | held-out reward before | after | above 0.9 |", HEAD]
     for method, seeds in study["curves"].items():
-        rewards = [run["held_out_reward"] for run in seeds.values()]
-        first = [next((str(s) for s, value in run if value > 0.9), "none") for run in rewards]
-        ends = (", ".join(f"{run[i][1]:.3f}" for run in rewards) for i in (0, -1))
-        lines.append(f"| {method} | {' | '.join(ends)} | {', '.join(first)} |")
+        rewards = [[value for _, value in run["held_out_reward"]] for run in seeds.values()]
+        ends = (spread([run[i] for run in rewards]) for i in (0, -1))
+        above = sum(max(run) > 0.9 for run in rewards)
+        lines.append(f"| {method} | {' | '.join(ends)} | {above} of {len(rewards)} |")
     return "\n".join(lines)
+
+
+def spread(values: list[float]) -> str:
+    """The median, and the lowest and the highest value."""
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 if __name__ == "__main__":
