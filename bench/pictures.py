@@ -100,9 +100,7 @@ def cases_of(results: dict, wanted: Callable[[dict], bool]) -> dict:
 def curves(studies: dict):
     """Lines of rewards by step, of each seed and of their mean: sampled, and held out."""
     figure, grid = panels(len(studies), 2, 0.4 + 3.9 * len(studies), sharex="row", sharey="row")
-    figure.suptitle(
-        "Rewards by step: three seeds, and their mean", x=0.01, ha="left", weight="bold"
-    )
+    figure.suptitle("Rewards by step: each seed, and the mean", x=0.01, ha="left", weight="bold")
     for row, study in zip(grid, studies.values(), strict=True):
         for axes, key in zip(row, ("reward", "held_out_reward"), strict=True):
             for colour, (method, seeds) in zip(COLOURS, study["curves"].items(), strict=False):

@@ -2,92 +2,69 @@
 
     python bench/train_memory.py [NAME ...]
 
-Each number is from a separate process on the CPU, in float32 unless a configuration says otherwise:
-a model of random weights makes a step on a short batch, so that the optimizer has its state, and
-then a step on the measured batch, whose peak beyond weights and optimizer state is measured:
-forward, loss and backward of every micro-batch, then clipping and AdamW. Gradients count. The
+Each number is from a separate process on the CPU, in which `fastrl grpo` or `fastrl ppo` trains a
+model of random weights for two steps, on random completions. The peak of the second step is
+measured from the end of its sampling: log-probabilities, forward, loss and backward of every
+micro-batch, then clipping and AdamW, beyond weights and optimizer state. Gradients count. The
 process returns freed blocks to the kernel at once (MALLOC_MMAP_THRESHOLD_), or the peak would
-contain what glibc keeps for later. `python -m fastrl.train.grpo --plan` predicts from the settings
-alone.
+contain what glibc keeps for later. The prediction has the arguments of `--plan`: the settings.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import os
 import subprocess
 import sys
 import tempfile
-import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
-from fastrl.bench.memory import Peak
-
 ROOT = Path(__file__).parent.parent
 WIDTH = 256
-PROMPT = 64  # tokens
-GROUP = 8  # completions of a prompt, if there are as many
+SIZES: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": WIDTH,
+    "intermediate_size": 3 * WIDTH,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 2**16,
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+}
+GEMMA3 = {"vocab_size": 64000, "intermediate_size": 4 * WIDTH, "num_key_value_heads": 1}
+GEMMA3 |= {"head_dim": 128, "num_hidden_layers": 6, "sliding_window": 256}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # the configuration's class, its sizes
-    "b": ("Qwen3", {"num_hidden_layers": 8, "vocab_size": 8000}),
+    "q8": ("Qwen3", {"vocab_size": 8000, "num_hidden_layers": 8, "tie_word_embeddings": False}),
+    "q151": ("Qwen3", {"vocab_size": 151936}),
     "qwen3": ("Qwen3", {}),
-    "untied": ("Qwen3", {"tie_word_embeddings": False}),
     "qwen2": ("Qwen2", {}),
     "llama": ("Llama", {}),
     "mistral": ("Mistral", {"sliding_window": 256, "tie_word_embeddings": False}),
-    "gemma3": (
-        "Gemma3Text",
-        {
-            "vocab_size": 64000,
-            "intermediate_size": 4 * WIDTH,
-            "num_key_value_heads": 1,
-            "head_dim": 128,
-            "num_hidden_layers": 6,
-            "sliding_window": 256,
-        },
-    ),
+    "gemma3": ("Gemma3Text", GEMMA3),
+    **{
+        name.lower(): (name, {})
+        for name in ("Phi3", "Olmo2", "Cohere", "Granite", "Glm4", "SmolLM3", "Starcoder2")
+    },
 }
-EIGHT = 8 * [512]
-LORA = {"lora_rank": 8}
-HALF = {"weights": "bfloat16", "precision": "bfloat16"}
 CHECKPOINTS = {"gradient_checkpointing": True}
-#: model, loop, lengths, settings
-CONFIGURATIONS: dict[str, tuple[str, str, list[int], dict[str, Any]]] = {
-    "lora": ("qwen3", "grpo", EIGHT, LORA),
-    "lora-q-v": ("qwen3", "grpo", EIGHT, {**LORA, "lora_targets": ["q_proj", "v_proj"]}),
-    "8-bit": ("qwen3", "grpo", [512, 512], {"optimizer": "adamw_8bit"}),
-    "lora-bfloat16": ("qwen3", "grpo", EIGHT, {**LORA, **HALF, **CHECKPOINTS}),
-    "few-rows": ("qwen3", "grpo", [256], LORA),
-    "small-vocabulary": ("b", "grpo", [512, 512], CHECKPOINTS),
-    "checkpointing": ("qwen3", "grpo", EIGHT, CHECKPOINTS),
-    "tiles": ("qwen3", "grpo", EIGHT, {**CHECKPOINTS, "mlp_tile": 512}),
-    "master": ("qwen3", "grpo", EIGHT, HALF),
-    "stochastic": ("qwen3", "grpo", [512, 512], {**HALF, "rounding": "stochastic"}),
-    "autocast": ("qwen3", "grpo", EIGHT, {"precision": "bfloat16"}),
-    "logits": ("qwen3", "grpo", [512, 512], {"loss": "logits"}),
-    "kl": ("qwen3", "grpo", EIGHT, {"kl_coef": 0.1, "tokens_per_micro_batch": 1024}),
-    "freeze-head": ("qwen3", "grpo", EIGHT, {"freeze_head": True}),
-    "ppo": ("qwen3", "ppo", EIGHT, {}),
-    "ppo-logits": ("llama", "ppo", [512, 512], {"loss": "logits"}),
-    "llama": ("llama", "grpo", EIGHT, {}),
-    "gemma3": ("gemma3", "grpo", [1024, 1024], {}),
-    "untied": ("untied", "grpo", EIGHT, {"tokens_per_micro_batch": 2048}),
-    "llama-lora-q-v": (
-        "llama",
-        "grpo",
-        EIGHT,
-        {**LORA, **HALF, **CHECKPOINTS, "lora_targets": ["q_proj", "v_proj"]},
-    ),
-    "llama-autocast": ("llama", "grpo", EIGHT, {"precision": "bfloat16", **CHECKPOINTS}),
-    "ragged": ("llama", "grpo", [900, 700, 640, 512, 400, 300, 200, 100], {}),
-    "qwen2": ("qwen2", "ppo", EIGHT, {"freeze_head": True}),
-    "mistral": ("mistral", "grpo", [2048, 2048], {"tokens_per_micro_batch": 2048}),
-    "gemma3-lora": ("gemma3", "grpo", [2048], {**LORA, **HALF, **CHECKPOINTS, "mlp_tile": 512}),
-}
+ON = {**CHECKPOINTS, "mlp_tile": 512}
+HALF = {"weights": "bfloat16", "precision": "bfloat16"}
+LORA = {"lora_rank": 16}
+DOWN = {"lora_rank": 32, "lora_targets": ["o_proj", "down_proj"]}
+Q_V = {"lora_rank": 8, "lora_targets": ["q_proj", "v_proj"]}
+NF4 = {**LORA, **CHECKPOINTS, "weights": "nf4"}
+EIGHT_BIT = {"optimizer": "adamw_8bit"}
+SMALL = (2, 4, 64, 64)
+
+
+def micro(tokens: int) -> dict[str, int]:
+    return {"tokens_per_micro_batch": tokens}
 
 
 class Case(NamedTuple):
@@ -95,21 +72,94 @@ class Case(NamedTuple):
 
     model: str
     loop: str  # grpo or ppo
-    lengths: list[int]  # tokens of each sequence, its prompt included
+    shape: list[int]  # prompts, completions of each, tokens of a prompt and of a completion
     settings: dict[str, Any]
+    shortest: int | None = None  # tokens of the shortest completion, if they differ
+
+
+#: Of a report of users, rebuilt.
+REPORTED: dict[str, tuple[Any, ...]] = {
+    "rows-of-1k": ("q8", "grpo", (2, 8, 64, 448), {**ON, **micro(1024)}),
+    "rows-of-16k": ("q8", "grpo", (4, 8, 64, 448), {**ON, **micro(16384)}),
+    "large-vocabulary-4k": ("q151", "grpo", (1, 8, 64, 448), {**ON, **micro(1024)}),
+    "large-vocabulary-6k": ("q151", "grpo", (1, 12, 64, 448), {**ON, **micro(1024)}),
+    "lora-o-down": ("q151", "grpo", (1, 4, 64, 448), DOWN),
+    "lora-rows-of-2k": ("q151", "grpo", (1, 8, 64, 448), {**LORA, **CHECKPOINTS, **micro(2048)}),
+    "nf4": ("q151", "grpo", (1, 4, 64, 448), NF4),
+    "nf4-bfloat16": (
+        "q151",
+        "grpo",
+        (1, 4, 64, 448),
+        {**NF4, "mlp_tile": 512, "precision": "bfloat16"},
+    ),
+    "8-bit": ("q151", "grpo", (1, 4, 64, 192), {**EIGHT_BIT, **CHECKPOINTS}),
+    "8-bit-freeze-head": ("q8", "grpo", (1, 4, 64, 448), {**EIGHT_BIT, **ON, "freeze_head": True}),
+    "8-bit-stochastic": (
+        "q8",
+        "grpo",
+        (1, 4, 64, 448),
+        {**EIGHT_BIT, **HALF, "rounding": "stochastic"},
+    ),
+    "long-prompts": ("llama", "grpo", (1, 16, 1000, 200), CHECKPOINTS),
+    "ragged": ("llama", "grpo", (1, 8, 64, 1500), {**CHECKPOINTS, **micro(2048)}, 20),
+    "gemma3": ("gemma3", "grpo", (2, 8, 64, 448), {**ON, **micro(2048)}),
+    "kl": ("q8", "grpo", (4, 4, 64, 448), {"kl_coef": 0.1, "minibatches": 2, **micro(1024)}),
+    "ppo": ("q8", "ppo", (8, 1, 64, 448), ON),
+    "ppo-lora-kl": ("q151", "ppo", (4, 1, 64, 448), {**LORA, "kl_coef": 0.1}),
+    "ppo-bfloat16": ("q8", "ppo", (8, 1, 64, 448), {**HALF, "advantage": "reward"}),
+    "tiles": ("q8", "grpo", (1, 8, 64, 448), {"mlp_tile": 512}),
+    "logits-lora": ("q8", "grpo", (1, 8, 64, 448), {**LORA, **CHECKPOINTS, "loss": "logits"}),
+    "top-k": ("q8", "grpo", (1, 4, 64, 448), {"top_k": 30, "entropy_coef": 0.01}),
+    "plain": ("q8", "grpo", (1, 8, 64, 448), {}),
+    **{
+        model: (model, "grpo", (1, 8, 64, 96), {})
+        for model in ("phi3", "olmo2", "cohere", "granite", "glm4", "smollm3", "starcoder2")
+    },
+}
+#: Written down before the rules that predict them.
+CHOSEN: dict[str, tuple[Any, ...]] = {
+    "qwen2-rows": ("qwen2", "grpo", (2, 4, 100, 300), micro(1500)),
+    "llama-ppo-lora": (
+        "llama",
+        "ppo",
+        (8, 1, 128, 256),
+        {"lora_rank": 8, "minibatches": 2, **micro(1024)},
+    ),
+    "mistral-stochastic": (
+        "mistral",
+        "grpo",
+        (4, 4, 32, 224),
+        {**HALF, **CHECKPOINTS, "rounding": "stochastic"},
+    ),
+    "gemma3-8-bit": ("gemma3", "grpo", (1, 8, 256, 256), {**EIGHT_BIT, **CHECKPOINTS}),
+    "q8-kl": ("q8", "grpo", (8, 8, 64, 192), {"kl_coef": 0.05, **micro(4096)}),
+    "lora-q-v": ("q151", "grpo", (2, 8, 500, 100), {**Q_V, **CHECKPOINTS, **micro(3000)}),
+    "phi3-ppo": (
+        "phi3",
+        "ppo",
+        (4, 4, 50, 350),
+        {"advantage": "group", "freeze_head": True},
+    ),
+    "olmo2-logits": ("olmo2", "grpo", (1, 4, 100, 200), {"loss": "logits"}),
+    "autocast": ("qwen3", "grpo", (4, 8, 64, 448), {**ON, "precision": "bfloat16"}),
+    "smollm3-ppo-nf4": ("smollm3", "ppo", (4, 2, 200, 200), NF4),
+}
+CONFIGURATIONS = {name: Case(*case) for name, case in {**REPORTED, **CHOSEN}.items()}
 
 
 def main() -> None:
     given = _options()
-    if given.case:
-        print(json.dumps(_measure(Case(*json.loads(given.case)))))
+    if given.run:
+        print(json.dumps(_measure(CONFIGURATIONS[given.configurations[0]], Path(given.run))))
         return
     print("| configuration | measured, MB | predicted, MB | ratio |")
     print("| --- | ---: | ---: | ---: |")
     for name in given.configurations:
-        case = Case(*CONFIGURATIONS[name])
-        measured, predicted = _run(case), _predicted(case) / 1e6
-        ratio = "" if measured.startswith("not") else f"{predicted / float(measured):.2f}"
+        with tempfile.TemporaryDirectory() as folder:
+            _prepare(CONFIGURATIONS[name], Path(folder))
+            predicted = _predicted(CONFIGURATIONS[name], Path(folder)) / 1e6
+            measured = "" if given.predict else _run(name, folder)
+        ratio = f"{predicted / float(measured):.2f}" if measured.isdecimal() else ""
         print(f"| {name} | {measured} | {predicted:.1f} | {ratio} |", flush=True)
 
 
@@ -118,44 +168,58 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "configurations", nargs="*", default=[*CONFIGURATIONS], metavar="NAME", help="default: all"
     )
-    parser.add_argument("--case", help="measure this one, here: JSON")
+    parser.add_argument("--predict", action="store_true", help="measure nothing")
+    parser.add_argument("--run", help=argparse.SUPPRESS)  # measure in this process, in this folder
     given = parser.parse_args()
     if unknown := {*given.configurations} - {*CONFIGURATIONS}:
         parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(CONFIGURATIONS)}")
     return given
 
 
-def _predicted(case: Case) -> float:
+def _prepare(case: Case, folder: Path) -> None:
+    """Save a model of random weights, its tokenizer and prompts."""
+    import torch
+    import transformers
+
+    from fastrl.train.loading import character_tokenizer
+
+    torch.manual_seed(0)
+    kind, sizes = MODELS[case.model]
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **sizes})
+    for part in (transformers.AutoModelForCausalLM.from_config(config), character_tokenizer()):
+        part.save_pretrained(folder / "model")
+    for name, count in (("train", case.shape[0]), ("held_out", 1)):
+        rows = ({"prompt": f"{i:0{case.shape[2]}}", "answer": ""} for i in range(count))
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _config(case: Case, folder: Path) -> Any:
+    from fastrl.train.config import GrpoConfig, PpoConfig
+
+    prompts, group, longest_prompt, longest = case.shape
+    shape = {"prompts_per_step": prompts, "group_size": group, "max_new_tokens": longest}
+    shape |= {"max_prompt_tokens": longest_prompt, "minibatches": 1}
+    run = {"sampler": "random_completions:sample", "reward": ["random_completions:reward"]}
+    run |= {"steps": 2, "eval_every": 2, "device": "cpu", "out": str(folder / "run")}
+    run |= {"model": str(folder / "model")}
+    run |= {"prompts": [str(folder / f"{name}.jsonl") for name in ("train", "held_out")]}
+    return {"grpo": GrpoConfig, "ppo": PpoConfig}[case.loop](**{**shape, **run, **case.settings})
+
+
+def _predicted(case: Case, folder: Path) -> float:
     from fastrl.train.model_shape import Shape
     from fastrl.train.plan import plan
 
-    with tempfile.TemporaryDirectory() as folder:
-        _model_config(case).save_pretrained(folder)
-        config = _config(case, model=folder)
-        found = plan(
-            config,
-            Shape(config),
-            tokens=max(case.lengths),
-            total=sum(case.lengths) - PROMPT * (len(case.lengths) - -(-len(case.lengths) // GROUP)),
-            completion=max(case.lengths) - PROMPT,
-            device="cpu",
-        )
+    config = _config(case, folder)
+    found = plan(config, Shape(config), device="cpu")
     return found.learning - found.weights - found.optimizer
 
 
-def _config(case: Case, **changes: Any) -> Any:
-    from fastrl.train.config import GrpoConfig, PpoConfig
-
-    if case.loop == "grpo":
-        return GrpoConfig(**case.settings, **changes)
-    changes |= {"kl_coef": 0.0}  # no reference
-    return PpoConfig(**case.settings, **changes)
-
-
-def _run(case: Case) -> str:
-    """The MB of a case, measured in a process of its own; or why there is no number."""
-    command = [sys.executable, __file__, "--case", json.dumps(case)]
-    env = {"MALLOC_MMAP_THRESHOLD_": str(2**16), "PYTHONPATH": str(ROOT)}
+def _run(name: str, folder: str) -> str:
+    """The MB of a configuration, measured in a process of its own; or why there is no number."""
+    command = [sys.executable, __file__, name, "--run", folder]
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {"MALLOC_MMAP_THRESHOLD_": str(2**16), "PYTHONPATH": path}
     child = subprocess.run(
         command, capture_output=True, text=True, check=False, env=os.environ | env
     )
@@ -164,123 +228,20 @@ def _run(case: Case) -> str:
     return f"{json.loads(child.stdout.splitlines()[-1]) / 1e6:.0f}"
 
 
-def _measure(case: Case) -> int:
-    warnings.simplefilter("ignore")
-    torch.manual_seed(0)
-    step = _step(case)
-    step([256, 200])
-    with Peak(torch.device("cpu")) as peak:
-        step(case.lengths)
-    if peak.bytes is None:
-        raise RuntimeError("the peak of resident memory can be reset on Linux alone")
-    return peak.bytes
+def _measure(case: Case, folder: Path) -> float:
+    import random_completions
 
+    from fastrl.train import grpo, ppo
 
-def _model_config(case: Case) -> Any:
-    import transformers
-
-    return getattr(transformers, f"{MODELS[case.model][0]}Config")(**_sizes(case))
-
-
-def _sizes(case: Case) -> dict[str, Any]:
-    return {
-        "vocab_size": 32000,
-        "hidden_size": WIDTH,
-        "intermediate_size": 3 * WIDTH,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "max_position_embeddings": 2**16,
-        "tie_word_embeddings": True,
-        **MODELS[case.model][1],
-    }
-
-
-def _step(case: Case) -> Any:
-    """A function that makes a step of the loop on random sequences of the given lengths."""
-    import transformers
-
-    from fastrl import Objective, value_loss
-    from fastrl.train import adapters
-    from fastrl.train.optimizers import apply, make_optimizer
-    from fastrl.train.packing import normalizer
-    from fastrl.train.policy import batches, completion_logprobs, policy_loss, policy_outputs
-    from fastrl.train.recomputation import save_memory
-    from fastrl.train.value_model import ValueModel
-
-    config = _config(case)
-    model: Any = transformers.AutoModelForCausalLM.from_config(
-        _model_config(case), dtype=getattr(torch, config.weights)
-    )
-    if config.freeze_head:
-        for end in (model.get_input_embeddings(), model.get_output_embeddings()):
-            end.requires_grad_(False)
-    if config.lora_rank:
-        model = adapters.attach(model, config, "random weights")
-    objective = config.policy_objective() if case.loop == "grpo" else Objective.preset("ppo")
-    critic = ValueModel(model, config) if case.loop == "ppo" else None
-    parameters = [*model.parameters(), *(critic.parameters() if critic else ())]
-    save_memory(model, config)
-    reference = copy.deepcopy(model).requires_grad_(False) if config.kl_coef > 0 else None
-    optimizer = make_optimizer(parameters, config)
-
-    def step(lengths: list[int]) -> None:
-        rollout = _rollout(lengths, model.config.vocab_size)
-        mask, values = rollout.mask, torch.randn(rollout.mask.shape)
-        advantages = torch.randn(mask.shape if case.loop == "ppo" else len(mask))
-        denominator = normalizer(mask, objective.aggregation)
-        rows, ref = torch.arange(len(mask)), None
-        if reference is not None:
-            ref = completion_logprobs(reference, rollout, rows, config)
-        for batch in batches(rollout, rows, mask, config):
-            outputs = policy_outputs(model, batch, config)
-            loss = policy_loss(
-                outputs,
-                batch,
-                config,
-                batch.take(advantages) if critic else advantages[batch.rows],
-                old_logprobs=batch.take(rollout.logprobs),
-                ref_logprobs=None if ref is None else batch.take(ref),
-                objective=objective,
-                normalizer=denominator,
-            ).loss
-            if critic:
-                loss = (
-                    loss
-                    + value_loss(
-                        critic(outputs, batch, config),
-                        batch.take(values),
-                        torch.ones_like(batch.token_ids, dtype=torch.bool),
-                        old_values=batch.take(values),
-                        clip=0.2,
-                        normalizer=denominator,
-                    ).loss
-                )
-            if critic is None:  # grpo.py does not hold on to the outputs, ppo.py does
-                del outputs
-            loss.backward()
-        apply(optimizer, config, 0)
-
-    return step
-
-
-def _rollout(lengths: list[int], vocabulary: int) -> Any:
-    """Random completions, each with its length; GROUP of them continue one prompt."""
-    from fastrl.train.rollout import Rollout
-
-    sampled = torch.tensor(lengths)[:, None] - PROMPT
-    shape = (len(lengths), int(sampled.max()))
-    mask = torch.arange(shape[1]) < sampled
-    groups = -(-len(lengths) // GROUP)
-    return Rollout(
-        prompts=torch.randint(vocabulary, (groups, PROMPT)).tolist(),
-        prompt_of=torch.arange(len(lengths)) // GROUP,
-        token_ids=torch.randint(vocabulary, shape),
-        mask=mask,
-        logprobs=torch.full(shape, -float(torch.tensor(vocabulary).log())).where(mask, 0.0),
-        truncated=torch.zeros(len(lengths), dtype=torch.bool),
-    )
+    config = _config(case, folder)
+    random_completions.config = config
+    random_completions.vocabulary = {**SIZES, **MODELS[case.model][1]}["vocab_size"]
+    random_completions.shortest = case.shortest or config.max_new_tokens
+    {"grpo": grpo, "ppo": ppo}[case.loop].train(config)
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").open()]
+    second = next(row for row in rows if row["step"] == 2)
+    peak = max(second["peak_gb_logprobs"], second["peak_gb_learn"])
+    return peak * 1e9 - random_completions.resident[-2]  # the last one was of the evaluation
 
 
 if __name__ == "__main__":

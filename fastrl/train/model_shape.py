@@ -102,6 +102,35 @@ class Shape:
             return adapters.attach(model, self._config, "base")
 
 
+class Sequences(NamedTuple):
+    """Completions in a row and the prompt that they share, as `packing` puts them there."""
+
+    prompt: int  # tokens
+    new: int  # tokens of each completion that are in the row
+    count: int
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of all."""
+        return self.prompt + self.count * self.new
+
+    def spans(self, row: int) -> list[Span]:
+        """Return the spans of a row of ``row`` tokens, of such sequences or of shorter ones."""
+        share = min(1.0, row / self.tokens)
+        prompt, new = int(share * self.prompt), max(1, int(share * self.new))
+        if self.count == 1:
+            ends = [(0, prompt + new, 0)]
+        else:
+            ends = [(0, prompt, 0)]
+            ends += [(prompt + i * new, prompt + (i + 1) * new, prompt) for i in range(self.count)]
+        return [
+            Span(at + first, min(at + end, row), (at, at + prefix) if prefix else (0, 0))
+            for at in range(0, row, ends[-1][1])
+            for first, end, prefix in ends
+            if first < end and at + first < row
+        ]
+
+
 class Activations(NamedTuple):
     """Bytes of activations of all layers."""
 
@@ -115,23 +144,23 @@ Settings = tuple[str, bool, int | None]  # precision, gradient_checkpointing, ml
 
 
 @lru_cache(maxsize=64)
-def activations(model: Shape, settings: Settings, tokens: int, row: int) -> Activations:
-    """Return the bytes for a row of ``row`` tokens, in sequences of ``tokens``.
+def activations(model: Shape, settings: Settings, sequences: Sequences, row: int) -> Activations:
+    """Return the bytes for a row of ``row`` tokens.
 
     A dry run has one layer, and another of each kind. A long row is extrapolated, since bytes are
     linear in its tokens.
     """
     short = max(4096, 2 * (settings[2] or 0))
     if row > 2 * short:
-        ends = [activations(model, settings, min(tokens, n), n) for n in (short, 2 * short)]
+        ends = [activations(model, settings, sequences, n) for n in (short, 2 * short)]
         further = (row - 2 * short) / short
         return Activations._make(b + (b - a) * further for a, b in zip(*ends, strict=True))
-    first = model.kinds[:1]
-    alone = _dry_run(model.built(first), settings, tokens, row)
+    first, spans = model.kinds[:1], sequences.spans(row)
+    alone = _dry_run(model.built(first), settings, spans)
     kept, forward, backward = 0, alone[1], alone[2]
     counts, layer = Counter(model.kinds), {}
     for kind, count in counts.items():
-        both = _dry_run(model.built((*first, kind)), settings, tokens, row)
+        both = _dry_run(model.built((*first, kind)), settings, spans)
         layer[kind] = both[0] - alone[0]
         kept += count * layer[kind]
         forward += (count - (kind == first[0])) * (both[1] - alone[1])
@@ -139,22 +168,22 @@ def activations(model: Shape, settings: Settings, tokens: int, row: int) -> Acti
     return Activations(kept, alone[0] - layer[first[0]], forward, backward)
 
 
-def _dry_run(model: Any, settings: Settings, tokens: int, row: int) -> tuple[int, int, int]:
+def _dry_run(model: Any, settings: Settings, spans: list[Span]) -> tuple[int, int, int]:
     """Return the bytes that the forward keeps, and the peaks of forward and backward above them."""
-    precision, checkpoints, tile = settings
+    (precision, checkpoints, tile), row = settings, spans[-1].end
     without_dropout(model)
     if tile is not None:
         tile_mlps(model, tile)
     model.set_attn_implementation(BY_SEQUENCE)
     if checkpoints:
         checkpoint_layers(model)
-    spans = [Span(start, min(start + tokens, row)) for start in range(0, row, tokens)]
-    with FakeTensorMode():  # nothing is computed; the CPU's tensors know autocast, unlike "meta"
+    layout = make_layout(spans, torch.device("cpu"))
+    # nothing is computed; the CPU's tensors know autocast, unlike "meta"
+    with FakeTensorMode(allow_non_fake_inputs=True):
         for module in model.modules():
             for tensors in (module._parameters, module._buffers):
                 tensors.update({n: _fake(t) for n, t in tensors.items() if t is not None})
         ids, positions = torch.zeros(1, row, dtype=torch.long), torch.arange(row)[None]
-        layout = make_layout(spans, torch.device("cpu"))
         with _Memory(model) as memory:
             with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
                 states = backbone(model)(

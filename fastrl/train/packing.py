@@ -6,7 +6,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
 
 from fastrl import KeptTokens
 from fastrl.integrations.transformers.by_sequence import Layout, Span, make_layout
@@ -129,56 +128,57 @@ def _first_fit(units: list[_Unit], tokens: int) -> list[list[_Unit]]:
     return bins
 
 
-class _Row:
-    """A packed row under construction."""
-
-    def __init__(self) -> None:
-        self.ids: list[Tensor] = []
-        self.positions: list[Tensor] = []
-        self.spans: list[Span] = []
-        self.length = 0
-
-    def append(self, ids: Tensor, position: int, prefix: tuple[int, int] = (0, 0)) -> int:
-        """Add tokens that attend to a prefix and to themselves; return where they start."""
-        start, self.length = self.length, self.length + len(ids)
-        self.ids.append(ids)
-        self.positions.append(torch.arange(position, position + len(ids)))
-        if len(ids):
-            self.spans.append(Span(start, self.length, prefix))
-        return start
-
-
 def _pack(rollout: Rollout, units: list[_Unit], mask: Tensor, lengths: list[int]) -> PackedBatch:
-    device = mask.device
-    row = _Row()
-    places: list[Tensor] = []  # positions of the tokens that predict each completion's
+    device, longest = mask.device, mask.shape[1]
+    chosen = [sample for unit in units for sample in unit.rows]
+    tokens: list[int] = []  # of the prompts, which follow the completions in `source`
+    # of the row: the first position, the place in `source`, the number of tokens
+    pieces: list[tuple[int, int, int]] = []
+    places: list[
+        tuple[int, int]
+    ] = []  # of tokens that predict each completion's: the first, how many
+    spans: list[Span] = []
+    source_at = length = 0
     for unit in units:
-        prompt = torch.tensor(rollout.prompts[unit.prompt], device=device)
-        own = [rollout.token_ids[sample, : lengths[sample] - 1] for sample in unit.rows]
-        if len(own) == 1:
-            start = row.append(torch.cat([prompt, own[0]]), 0)
-            places.append(torch.arange(start + len(prompt) - 1, row.length))
-            continue
-        start = row.append(prompt, 0)
-        end = row.length
-        for ids in own:
-            after = row.append(ids, len(prompt), (start, end))
-            places.append(torch.cat([torch.tensor([end - 1]), torch.arange(after, row.length)]))
-    samples = torch.tensor([sample for unit in units for sample in unit.rows], device=device)
-    scored = mask[samples]
-    of_row = pad_sequence(places, batch_first=True).to(device)
+        prompt, start = rollout.prompts[unit.prompt], length
+        end = length = start + len(prompt)
+        pieces.append((0, len(chosen) * longest + len(tokens), len(prompt)))
+        tokens += prompt
+        for sample in unit.rows:
+            begin, size = length, lengths[sample] - 1
+            pieces.append((len(prompt), source_at, size))
+            places += [(end - 1, 1), (begin, size)]
+            if size and len(unit.rows) > 1:
+                spans.append(Span(begin, begin + size, (start, end)))
+            length, source_at = begin + size, source_at + longest
+        spans.append(Span(start, end if len(unit.rows) > 1 else length))
+    first, at, sizes = torch.tensor(pieces).unbind(1)
+    joined = [_ranges(first, sizes), _ranges(at, sizes), _ranges(*torch.tensor(places).unbind(1))]
+    positions, at, predictors = torch.cat(joined).to(device).split([length, length, len(joined[2])])
+
+    samples = torch.tensor(chosen, device=device)
+    completions, scored = rollout.token_ids[samples], mask[samples]
+    source = torch.cat([completions.flatten(), torch.tensor(tokens, device=device)])
+    ends = torch.tensor([lengths[sample] for sample in chosen], device=device)
+    before_end = torch.arange(longest, device=device) < ends[:, None]
     kept = rollout.kept
     if kept is not None:
         place = torch.arange(rollout.mask.numel(), device=device).view(rollout.mask.shape)
         kept = kept.take(place[samples][scored])
     return PackedBatch(
-        input_ids=torch.cat(row.ids)[None],
-        position_ids=torch.cat(row.positions).to(device)[None],
-        layout=make_layout(row.spans, device),
-        predictors=of_row[scored[:, : of_row.shape[1]]],
-        token_ids=rollout.token_ids[samples][scored],
+        input_ids=source[at][None],
+        position_ids=positions[None],
+        layout=make_layout(spans, device),
+        predictors=predictors[scored[before_end]],
+        token_ids=completions[scored],
         cu_seqlens=pad(scored.sum(1).cumsum(0), (1, 0)).to(torch.int32),
         rows=samples,
         mask=scored,
         kept=kept,
     )
+
+
+def _ranges(first: Tensor, sizes: Tensor) -> Tensor:
+    """Return ranges of these sizes, each from its first number on, one after another."""
+    before = sizes.cumsum(0) - sizes
+    return torch.arange(int(sizes.sum())) + (first - before).repeat_interleave(sizes)

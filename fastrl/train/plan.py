@@ -8,12 +8,15 @@ and names the options with which the run fits 24 GiB; `docs/long-sequences.md` e
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from fastrl.integrations.transformers.by_sequence import BY_SEQUENCE
 from fastrl.train.config import GrpoConfig, PpoConfig, RunConfig
-from fastrl.train.model_shape import Shape, activations
+from fastrl.train.model_shape import Sequences, Shape, activations
 
 GIB = 2**30
 #: Bytes of a chunk of the linear loss, and of a block of converted weights, as in fastrl.ops.
 _CPU_CHUNK, _GPU_CHUNK, _BLOCK = 192 * 2**20, 508 * 2**20, 16 * 2**20
+#: Bytes of a chunk of rows that kept fewer tokens than a _FEW-th of the vocabulary.
+_KEPT_CHUNK, _FEW = {"cpu": 16 * 2**20, "gpu": 256 * 2**20}, 256
 #: Bytes per weight: 4 bits, and an 8-bit scale of 64 weights, of which 256 share a float32.
 _NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
 
@@ -46,29 +49,45 @@ class Plan(NamedTuple):
         return max(self.generation, self.learning)
 
 
-def plan(
-    config: RunConfig,
-    model: Shape,
-    *,
-    tokens: int,
-    device: str,
-    total: int | None = None,
-    completion: int | None = None,
-) -> Plan:
-    """Predict the memory of a run whose longest sequence has ``tokens`` tokens.
+class Minibatch(NamedTuple):
+    """A minibatch whose prompts and completions are as long as the settings allow."""
+
+    sequences: Sequences  # in a row
+    row: int  # the most tokens of a micro-batch
+    scored: int  # of them the loss has so many rows
+    several: bool  # whether there are several micro-batches
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "Minibatch":
+        """Return the minibatch; its rows are full, as those of shorter sequences can be."""
+        prompt, new = config.max_prompt_tokens, config.max_new_tokens
+        limit, group = config.tokens_per_micro_batch, config.group_size
+        completions = -(-config.prompts_per_step // config.minibatches) * group
+        if isinstance(config, PpoConfig) and config.minibatches > 1:  # any completions
+            completions = -(-config.prompts_per_step * group // config.minibatches)
+            group = 1
+        if config.attention != BY_SEQUENCE:
+            group = 1
+        # a completion's last token is in no row
+        together = max(1, min(group, (limit - prompt) // max(1, new - 1)))
+        sequences = Sequences(prompt, new - 1, together)
+        prompts = -(-completions // group) * -(-group // together)
+        total = prompts * prompt + completions * (new - 1)
+        row = min(max(limit, prompt + new - 1), total)
+        scored = min(-(-row * together * new // sequences.tokens), completions * new)
+        return cls(sequences, row, scored, row < total)
+
+
+def plan(config: RunConfig, model: Shape, *, device: str) -> Plan:
+    """Predict the memory of a run in which prompts and completions are as long as allowed.
 
     Args:
         config: The settings.
         model: The model's sizes.
-        tokens: The longest prompt and completion.
         device: ``"cpu"`` or ``"gpu"``.
-        total: The tokens of all sequences of a minibatch; by default all are the longest.
-        completion: The longest completion, whose tokens enter the loss; by default all do.
     """
-    sequences = config.prompts_per_step * config.group_size
-    total = total or -(-sequences // config.minibatches) * tokens
-    row = min(max(config.tokens_per_micro_batch, tokens), total)
-    scored = min(row, -(-total // tokens) * (completion or tokens))
+    batch = Minibatch.of(config)
+    row, scored = batch.row, batch.scored
     wide, element = model.wide, model.element
     # the value head of PPO: two layers, in float32, on the hidden states
     values = (model.hidden + 2) * model.hidden + 1 if getattr(config, "has_values", False) else 0
@@ -82,7 +101,7 @@ def plan(
     optimizer, update = _optimizer_bytes(config, model, values, device)
 
     settings = (config.precision, config.gradient_checkpointing, config.mlp_tile)
-    of = activations(model, settings, tokens, row)
+    of = activations(model, settings, batch.sequences, row)
     states = of.states + (values > 0) * scored * model.hidden * (12 - element)
     layer = of.backward + (2 * max(model.matrices) if config.weights == "nf4" else 0)
     # of the checkpoints that move to the host, the one in use and the one in transfer remain
@@ -95,39 +114,41 @@ def plan(
         of_head = max(0, head * wide - logits)  # the logits are freed first
     else:  # the gradient is accumulated in float32 and then rounded, when the chunk is gone
         rounded = 2.0 * head * (wide == 2)
-        loss = max(_chunk_bytes(config, model, scored, device, rounded), rounded)
+        loss = max(_chunk_bytes(config, model, batch, device, rounded), rounded)
         of_head = 4 * head
     loss += scored * model.hidden * element
-    several = row < total
-    earlier = gradients if several else 0.0  # those of earlier micro-batches
+    earlier = gradients if batch.several else 0.0  # those of earlier micro-batches
     moments = (
         earlier + kept + max(of.forward, loss + of_head),
         max(earlier, head * wide) + kept + layer,  # the last layer
         gradients + of.kept / model.layers + layer,  # the first one
-        gradients + (head * wide if model.tied or several else 0),  # the embeddings
+        gradients + (head * wide if model.tied or batch.several else 0),  # the embeddings
         gradients + update,
     )
     host = of.kept if config.offload_checkpoints else 0.0
     if config.optimizer == "adamw_offloaded":
         optimizer, host = 0.0, host + optimizer
-    cache = _cache_bytes(config, model, sequences, tokens)
+    cache = _cache_bytes(config, model)
     learning = weights + optimizer + max(moments)
     parts = (weights, gradients, optimizer, kept, max(layer, of.forward), loss, of_head, update)
     return Plan(*map(float, (*parts, cache, host, learning)))
 
 
 def _chunk_bytes(
-    config: RunConfig, model: Shape, scored: int, device: str, rounded: float
+    config: RunConfig, model: Shape, batch: Minibatch, device: str, rounded: float
 ) -> float:
     """Return the bytes of a chunk of float32 logits, its hidden states and its GEMM operands."""
-    vocabulary, hidden = model.vocabulary, model.hidden
+    vocabulary, hidden, scored = model.vocabulary, model.hidden, batch.scored
+    if config.top_k is not None and config.top_k < vocabulary // _FEW:  # no logits of all tokens
+        return float(min(_KEPT_CHUNK[device], scored * (32 * config.top_k + 12 * hidden)))
     if device == "gpu":
         copy = 2.0 * vocabulary * hidden if model.autocasts else 0.0
         return copy + min(max(_GPU_CHUNK, rounded), scored * (4 * vocabulary + 10 * hidden))
-    most = max(16, min(_CPU_CHUNK // (4 * vocabulary), 4096))
-    rows = -(-scored // -(-scored // most))  # chunks are of about the same size
+    rows = most = max(16, min(_CPU_CHUNK // (4 * vocabulary), 4096))
+    if not batch.several:  # chunks are of about the same size; of several rows, one may fill them
+        rows = -(-scored // -(-scored // most))
     block = min(_BLOCK, 4 * vocabulary * hidden) if config.dtype != "float32" else 0
-    return float(rows * (4 * vocabulary + 8 * hidden) + block)
+    return float(min(rows, scored) * (4 * vocabulary + 8 * hidden) + block)
 
 
 def _optimizer_bytes(
@@ -151,8 +172,10 @@ def _optimizer_bytes(
     return state, (copies + masters) * model.largest
 
 
-def _cache_bytes(config: RunConfig, model: Shape, sequences: int, tokens: int) -> float:
+def _cache_bytes(config: RunConfig, model: Shape) -> float:
     """Return the bytes of keys and values, a step's logits, and autocast's copies of weights."""
+    tokens = config.max_prompt_tokens + config.max_new_tokens
+    sequences = config.prompts_per_step * config.group_size
     together = max(1, min(sequences, config.tokens_per_generation // tokens))
     # under autocast the norms of the keys and the rotation make the keys float32
     of_keys = 4 if model.autocasts else model.element
@@ -163,11 +186,12 @@ def _cache_bytes(config: RunConfig, model: Shape, sequences: int, tokens: int) -
 
 
 def to_fit(
-    config: RunConfig, model: Shape, *, tokens: int, device: str, limit: float
+    config: RunConfig, model: Shape, *, device: str, limit: float
 ) -> tuple[dict[str, Any], Plan]:
     """Return the cheapest options that fit ``limit`` bytes, or all if none do."""
     changes: dict[str, Any] = {}
-    best = plan(config, model, tokens=tokens, device=device)
+    best = plan(config, model, device=device)
+    tokens = config.max_prompt_tokens + config.max_new_tokens
     switches: list[tuple[str, Any]] = [
         ("tokens_per_micro_batch", tokens),
         ("tokens_per_generation", 8 * tokens),
@@ -180,7 +204,7 @@ def to_fit(
     for name, value in switches:
         if best.peak <= limit:
             break
-        tried = plan(replace(config, **{name: value}), model, tokens=tokens, device=device)
+        tried = plan(replace(config, **{name: value}), model, device=device)
         if tried.peak < best.peak:
             config, best = replace(config, **{name: value}), tried
             changes[name] = value
@@ -207,9 +231,9 @@ def report(config: RunConfig) -> str:
     lines = [
         f"{model.weights / 1e9:.2f} billion weights, {model.trained / 1e6:.1f} million trained; "
         f"sequences of {tokens} tokens",
-        *_table(plan(config, model, tokens=tokens, device=device)),
+        *_table(plan(config, model, device=device)),
     ]
-    changes, best = to_fit(config, model, tokens=tokens, device=device, limit=limit * GIB)
+    changes, best = to_fit(config, model, device=device, limit=limit * GIB)
     verdict = f"{'fits' if best.peak <= limit * GIB else 'does not fit'} {limit:g} GiB"
     if changes:
         switches = (f"--{n}" if v is True else f"--{n} {v}" for n, v in changes.items())

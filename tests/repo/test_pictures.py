@@ -60,17 +60,16 @@ def test_the_numbers_of_the_readme_are_the_results(pictures):
         assert readme == pictures.written(readme, results), "python bench/pictures.py writes them"
 
 
-def test_the_rewards_of_the_training_page_are_the_results(pictures):
+def test_the_rewards_of_the_training_page_are_the_results(pictures, bench):
     study = pictures.read("curves")["methods"]
     page = " ".join((pictures.ROOT / "docs" / "training.md").read_text().split())
 
-    def span(seeds, row):
-        rewards = [f"{one['held_out_reward'][row][1]:.2f}" for one in seeds.values()]
-        return f"{min(rewards)} to {max(rewards)}"
+    def spread(seeds, row):
+        return bench("curves").spread([one["held_out_reward"][row][1] for one in seeds.values()])
 
     for method, seeds in study["curves"].items():
-        assert f"began at {span(seeds, 0)}" in page
-        assert f"{span(seeds, -1)} with {method}" in page
+        assert f"began at {spread(seeds, 0)}" in page
+        assert f"{spread(seeds, -1)} with {method}" in page
     assert f"a teacher that has {study['teacher']['held_out_reward'][-1][1]:.2f}" in page
 
 

@@ -15,9 +15,11 @@ from fastrl.integrations.transformers.by_sequence import Span, make_layout
 from fastrl.train import adapters, grpo
 from fastrl.train.command_line import main
 from fastrl.train.config import GrpoConfig, PpoConfig
-from fastrl.train.model_shape import Shape, activations
-from fastrl.train.plan import GIB, plan, report, to_fit
+from fastrl.train.model_shape import Sequences, Shape, activations
+from fastrl.train.plan import GIB, Minibatch, plan, report, to_fit
+from fastrl.train.policy import batches
 from fastrl.train.recomputation import save_memory
+from fastrl.train.rollout import Rollout
 
 pytestmark = pytest.mark.slow
 
@@ -80,7 +82,7 @@ def test_the_bytes_of_a_layer_are_what_autograd_keeps(tmp_path, kind, settings):
     tokens = 2400
     measured = saved_bytes(config, 3, tokens) - saved_bytes(config, 2, tokens)
     run = config.precision, config.gradient_checkpointing, config.mlp_tile
-    found = activations(Shape(config), run, tokens // 2, tokens)
+    found = activations(Shape(config), run, Sequences(64, tokens // 2 - 64, 1), tokens)
     assert found.kept / 2 == pytest.approx(measured, rel=0.03)
 
 
@@ -97,37 +99,85 @@ def test_parameters_are_counted(tmp_path, tied):
     assert Shape(replace(full._config, freeze_head=True)).trained == weights - full.embeddings
 
 
-# by bench/train_memory.py: MB, sequences, their tokens, settings
+ON = {"gradient_checkpointing": True, "mlp_tile": 512}
+Q8 = {"vocab_size": 8000, "num_hidden_layers": 8}
+Q151 = {"vocab_size": 151936, "tie_word_embeddings": True}
+# by bench/train_memory.py: MB, prompts, completions of each, their tokens, sizes, settings
 MEASURED = {
-    "lora-q-v": (448, 8, 512, {"lora_rank": 8, "lora_targets": ["q_proj", "v_proj"]}),
-    "8-bit": (484, 2, 512, {"optimizer": "adamw_8bit"}),
-    "few-rows": (48, 1, 256, {"lora_rank": 8}),
-    "stochastic": (370, 2, 512, {**HALF, "rounding": "stochastic"}),
-    "logits": (338, 2, 512, {"loss": "logits"}),
+    "rows-of-1k": (93, (2, 8, 64, 448), Q8, {**ON, "tokens_per_micro_batch": 1024}),
+    "8-bit-freeze-head": (
+        84,
+        (1, 4, 64, 448),
+        Q8,
+        {**ON, "optimizer": "adamw_8bit", "freeze_head": True},
+    ),
+    "large-vocabulary-4k": (
+        515,
+        (1, 8, 64, 448),
+        Q151,
+        {**ON, "tokens_per_micro_batch": 1024},
+    ),
+    "long-prompts": (
+        208,
+        (1, 16, 1000, 200),
+        {"kind": "llama", "vocab_size": 32000, "tie_word_embeddings": True},
+        {"gradient_checkpointing": True},
+    ),
 }
 
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_a_prediction_is_within_a_tenth_of_what_was_measured(tmp_path, name):
-    measured, sequences, tokens, settings = MEASURED[name]
-    sizes = {"vocab_size": 32000, "hidden_size": 256, "intermediate_size": 768, "head_dim": 64}
-    path = save(tmp_path, **sizes, num_hidden_layers=4, tie_word_embeddings=True)
-    config, row = GrpoConfig(model=path, **settings), {"tokens": tokens, "completion": tokens - 64}
-    found = plan(config, Shape(config), **row, total=sequences * tokens, device="cpu")
+    measured, shape, changes, settings = MEASURED[name]
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "head_dim": 64, "num_hidden_layers": 4}
+    path = save(tmp_path, **{**sizes, "tie_word_embeddings": False, **changes})
+    names = ("prompts_per_step", "group_size", "max_prompt_tokens", "max_new_tokens")
+    run = dict(zip(names, shape, strict=True))
+    config = GrpoConfig(model=path, minibatches=1, **run, **settings)
+    found = plan(config, Shape(config), device="cpu")
     beyond = found.learning - found.weights - found.optimizer
     assert beyond / 1e6 == pytest.approx(measured, rel=0.1)
 
 
+def test_more_tokens_in_a_row_never_take_less(tmp_path):
+    """A chunk of logits is as large as any row of so many tokens makes it."""
+    path = save(tmp_path, vocab_size=151936, tie_word_embeddings=True)
+    config = GrpoConfig(model=path, lora_rank=4, max_new_tokens=448)
+    rows = [replace(config, tokens_per_micro_batch=n) for n in (1984, 1987, 2048)]
+    learning = [plan(row, Shape(config), device="cpu").learning for row in rows]
+    assert learning == sorted(learning)
+
+
+@pytest.mark.parametrize("attention", ["by_sequence", "flash_attention_2"])
+@pytest.mark.parametrize("limit", [16384, 1500])
+def test_a_minibatch_is_packed_as_in_the_loops(attention, limit):
+    """Its rows have the most tokens that packing would put there, and as many scored ones."""
+    run = {"prompts_per_step": 5, "group_size": 3, "minibatches": 2, "max_prompt_tokens": 400}
+    run |= {"max_new_tokens": 300, "tokens_per_micro_batch": limit, "attention": attention}
+    mask = torch.ones(9, 300, dtype=torch.bool)  # three groups
+    rollout = Rollout([[1] * 400] * 3, torch.arange(3).repeat_interleave(3), *[mask] * 4)
+    rows = list(batches(rollout, torch.arange(9), mask, GrpoConfig(**run)))
+    found = Minibatch.of(GrpoConfig(**run))
+    assert found.several == (len(rows) > 1)
+    largest = max(row.input_ids.shape[1] for row in rows)
+    assert largest == found.row if len(rows) == 1 else largest <= found.row == limit
+    assert max(len(row.token_ids) for row in rows) <= found.scored
+    if len(rows) == 1:
+        assert found.scored == 9 * 300
+        spans = found.sequences.spans(found.row)
+        assert make_layout(spans, torch.device("cpu")).blocks == rows[0].layout.blocks
+
+
 def test_what_to_switch_on(tmp_path):
-    config = GrpoConfig(model=save(tmp_path, **LARGE), lora_rank=16, **HALF, loss="logits")
+    run = {"max_prompt_tokens": 4096, "max_new_tokens": 28673, "lora_rank": 16, "loss": "logits"}
+    config = GrpoConfig(model=save(tmp_path, **LARGE), **run, **HALF)
     shape = Shape(config)
-    run = {"tokens": 32768, "device": "gpu"}
-    changes, best = to_fit(config, shape, **run, limit=12 * GIB)
-    assert best == plan(replace(config, **changes), shape, **run)
+    changes, best = to_fit(config, shape, device="gpu", limit=12 * GIB)
+    assert best == plan(replace(config, **changes), shape, device="gpu")
     assert best.peak <= 12 * GIB
     assert best.host_memory == 12 * 32768 * 4096 * 2  # the input of each layer
     assert {"gradient_checkpointing", "offload_checkpoints", "loss"} <= changes.keys()
-    assert to_fit(config, shape, **run, limit=10_000 * GIB)[0] == {}
+    assert to_fit(config, shape, device="gpu", limit=10_000 * GIB)[0] == {}
 
 
 def test_the_command_line_prints_the_plan_and_trains_nothing(tmp_path, monkeypatch, capsys):

@@ -55,30 +55,28 @@ class Layout(NamedTuple):
 def make_layout(spans: Iterable[Span], device: torch.device) -> Layout:
     """Return the layout of the non-empty spans that cover a row."""
     blocks: list[Block] = []
-    queries: list[int] = []
-    keys: list[int] = []
-    place: dict[int, int] = {}
+    queries: list[Tensor] = []
+    keys: list[Tensor] = []
+    own: list[Tensor] = []  # whether a query is a token of its span
     for group in _groups(sorted(spans, key=_by_lengths)):
-        longest = max(span.end - span.start for span in group)
-        blocks.append(Block(len(group), longest, _prefix(group[0]) + longest))
-        for span in group:
-            # a shorter span repeats its last token
-            padded = [min(i, span.end - 1) for i in range(span.start, span.start + longest)]
-            place |= {span.start + i: len(queries) + i for i in range(span.end - span.start)}
-            queries += padded
-            keys += [*range(*span.prefix), *padded]
-    row = list(range(len(place)))
-    order = [place[token] for token in row]
+        longest, prefix = group[0].end - group[0].start, _prefix(group[0])
+        blocks.append(Block(len(group), longest, prefix + longest))
+        places = [(span.start, span.end, span.prefix[0]) for span in group]
+        start, end, shared = torch.tensor(places).T[..., None]  # each [S, 1]
+        at = start + torch.arange(longest)
+        padded = at.minimum(end - 1)  # a shorter span repeats its last token
+        own.append((at < end).flatten())
+        queries.append(padded.flatten())
+        keys.append(torch.cat([shared + torch.arange(prefix), padded], 1).flatten())
+    of_queries, of_keys, real = torch.cat(queries), torch.cat(keys), torch.cat(own)
+    order = torch.empty(int(real.sum()), dtype=torch.long)
+    order[of_queries[real]] = real.nonzero()[:, 0]
 
-    def index(places: list[int], of: list[int]) -> Tensor | None:
-        return None if places == of else torch.tensor(places, device=device)
+    def index(places: Tensor, of: int) -> Tensor | None:
+        return None if torch.equal(places, torch.arange(of)) else places.to(device)
 
-    return Layout(
-        blocks,
-        index(queries, row),
-        index(keys, row),
-        index(order, list(range(len(queries)))),
-    )
+    row = len(order)
+    return Layout(blocks, index(of_queries, row), index(of_keys, row), index(order, len(real)))
 
 
 def attend_by_sequence(
