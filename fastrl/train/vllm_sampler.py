@@ -13,7 +13,8 @@ from fastrl.train.checkpoint import unchanged_generators
 from fastrl.train.config import RunConfig
 from fastrl.train.endings import Endings
 from fastrl.train.rollout import Completion
-from fastrl.train.sampling import TokenCount, generation_mode
+from fastrl.train.sampling import TokenCount
+from fastrl.train.transformers_sampler import generation_mode
 
 _CHECKED = 8, 64  # completions, and tokens of each, whose log-probabilities are compared
 # The largest mean KL (k3) to the model. Rounding caused at most 2e-12 and 5e-4 on a CPU; an engine
