@@ -224,7 +224,8 @@ class RunLog:
         if before.keys() != now.keys():
             names = ", ".join(sorted(before.keys() ^ now.keys()))
             raise ValueError(f"resume: the run has other settings than this version: {names}")
-        before = type(self.config)(**before).to_json()  # as this version writes them
+        if isinstance(was := before["chat_template"], bool):  # of an earlier version
+            before["chat_template"] = [] if was else None
         for name in now.keys() - FREE:
             if now[name] != before[name]:
                 raise ValueError(
