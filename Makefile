@@ -77,7 +77,8 @@ train-real: $(VENV)/.installed-train $(VENV)/.installed-math $(VENV)/.installed-
 LOOP ?= grpo
 WORD_PROBLEMS := --model runs/smollm2 --chat_template system='Solve the problem.' --warm_start_steps 8 \
   --prompts runs/word_problems/train.jsonl runs/word_problems/held_out.jsonl --columns question answer \
-  --reward math_verify --max_new_tokens 32
+  --reward math_verify --max_new_tokens 32 --prompts_per_step 32 --minibatches 1 \
+  --tokens_per_micro_batch 2048 --learning_rate 2e-5 --schedule constant --steps 20
 
 test: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)
 	$(PYTEST) -m 'not slow' --doctest-modules $(TESTS) $(ARGS)

@@ -20,6 +20,15 @@ def problems(tmp_path_factory):
     ]
 
 
+def test_make_runs_the_command_of_the_page():
+    root = SCRIPT.parents[1]
+    page = (root / "docs" / "training.md").read_text().replace("\\\n", " ")
+    made = (root / "Makefile").read_text().replace("\\\n", " ")
+    (documented,) = re.findall(r"^fastrl grpo (--model runs/smollm2 .*)", page, re.MULTILINE)
+    (of_make,) = re.findall(r"^WORD_PROBLEMS := (.*)", made, re.MULTILINE)
+    assert documented.split() == of_make.split()
+
+
 def numbers(text):
     return tuple(map(int, re.findall(r"\d+", text)))
 
