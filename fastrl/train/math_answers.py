@@ -1,8 +1,9 @@
 r"""Answers to mathematical problems, compared by math-verify.
 
-A text's answer follows its last ``####``, as in GSM8K, or is in its last ``\boxed{}``, whichever
-comes later. Without these it is what math-verify finds in the text. Several answers that differ are
-a list of guesses: they equal an answer that is a list, and no single one.
+A text's answer is in the line of its last ``####``, as in GSM8K, or in its last ``\boxed{}``,
+whichever comes later. Without these it is what math-verify finds in the text. Several different
+numbers in the line, or several boxes, are a list of guesses: they equal an answer that is a list,
+and no single one. Math-verify ignores units and the bases of numbers.
 
 The workers of rewards run this file, so it imports neither fastrl nor, before it is used, sympy.
 """
@@ -17,10 +18,19 @@ from typing import Any
 _NUMBER = r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)|\d+[.,]\d+|\d+|\.\d+)"
 _MARK = r"\\f?boxed\s*\{"
 _FORMULA = re.compile(
-    rf"[-+]?\(*-?{_NUMBER}(?:\s*(?:[-+/^\u00d7\u00f7]|\*\*?)\s*\(*-?{_NUMBER}\)*)*(?:\s*%)?"
+    rf"[-+]?\(*-?{_NUMBER}\)*(?:\s*(?:[-+/^\u00d7\u00f7]|\*\*?)\s*\(*-?{_NUMBER}\)*)*(?:\s*%)?"
 )
-_LIST = re.compile(
-    rf"(?<![\w.]){_NUMBER}(?:(?:\s*,?\s*\b(?:or|and)\b\s*|\s*;\s*|,\s+)-?{_NUMBER})+"
+#: What math-verify reads like the plain number in front of it.
+_UNLIKE = re.compile(r"\d(?:[A-Za-z]|\s*(?:hundred|thousand|million|billion|trillion|dozen)\b)")
+#: Forms of numbers in sentences, and how they are written in formulas.
+_FORMS = (
+    (r"[\u2212\u2013]", "-"),
+    (r"[$\u20ac\u00a3]", ""),
+    (r"\bminus\s+(?=\d)", "-"),
+    (r"^-\s+(?=\d)", "-"),
+    (r"\b(\d+)\s+(\d+/\d+)\b", r"\1+\2"),
+    (r"(?<=\d)\s*x\s*(?=\d)", "*"),
+    (r"(?<=[A-Za-z])\s*(?:\^\s*\d+|\d\b)", ""),  # of a unit
 )
 _WORDS = re.compile(r"[A-Za-z]{3,}(?:[ -][A-Za-z]+)*")
 
@@ -94,22 +104,28 @@ def _read(text: str, seconds: int | None) -> list[Any]:
     before, hashes, after = text.rpartition("####")
     if re.search(_MARK, after):
         return _formula(extract_boxed_content(after, mode="last"), seconds)
-    if hashes and (_begins_answer(after) or not re.search(_MARK, before)):
-        return _line(after, seconds)
-    if hashes:  # a heading below the answer
-        return _read(before, seconds)
-    return _parse(_with_sets(text), seconds)
+    if not hashes:
+        return _parse(text, seconds)
+    line, _, below = after.strip().partition("\n")
+    if _begins_answer(line) or not (below.strip() or re.search(_MARK, before)):
+        return _line(line, seconds)
+    # a heading
+    return _read(before if re.search(_MARK, before) else below, seconds)
 
 
 def _begins_answer(text: str) -> bool:
-    return re.match(r"\s*[-+.$€£(\\*]*\s*[\d\\]", text) is not None
+    return re.match(r"\s*(?:minus\b)?[-+.$\u20ac\u00a3\u2212\u2013(\\*\s]*[\d\\]", text) is not None
 
 
-def _line(text: str, seconds: int | None) -> list[Any]:
-    """Read the first line of a text: a formula, or numbers, which must be equal."""
-    line = next(filter(None, map(str.strip, text.splitlines())), "")
-    numbers = [] if "\\" in line else _FORMULA.findall(line)
-    if not numbers:
+def _line(line: str, seconds: int | None) -> list[Any]:
+    """Read a formula, or numbers, which must be equal."""
+    if "\\" in line:
+        return _formula(line, seconds)
+    plain = line.replace("**", "") if line.startswith("**") else line
+    for form, written in _FORMS:
+        plain = re.sub(form, written, plain.strip())
+    numbers = _FORMULA.findall(plain)
+    if not numbers or _UNLIKE.search(plain):
         return _formula(line, seconds)
     from math_verify import verify
 
@@ -137,18 +153,6 @@ def _parse(text: str, seconds: int | None, **options: Any) -> list[Any]:
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of no limit, and of limits
     return parse(text, parsing_timeout=seconds, **options)  # type: ignore[no-any-return]
-
-
-def _with_sets(text: str) -> str:
-    """Write "70 or 72" as a set: math-verify would take one of them."""
-    if "\\" in text:
-        return text
-
-    def as_set(match: re.Match[str]) -> str:
-        numbers = [n.replace(",", "") for n in re.findall(f"-?{_NUMBER}", match[0])]
-        return rf"$\{{{', '.join(numbers)}\}}$"
-
-    return _LIST.sub(as_set, text)
 
 
 if __name__ == "__mp_main__":  # in a worker, which has no time limit before its first completion

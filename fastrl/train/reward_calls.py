@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ class Failure(NamedTuple):
     reason: str  # a phrase that follows the function's name
     trace: str = ""
     ended: bool = False  # whether its process was killed, or ended itself
+    late: bool = False  # whether it took too long
 
 
 class Source(NamedTuple):
@@ -78,7 +80,9 @@ def _awaited(awaitable: Awaitable[Any]) -> Any:
     async def outcome() -> tuple[Any, BaseException | None]:
         try:
             return await awaitable, None
-        except (Exception, SystemExit) as error:  # the latter would end the loop
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # which may not end the loop
             return None, error
 
     waiting = asyncio.run_coroutine_threadsafe(outcome(), _loop())
@@ -99,7 +103,7 @@ def _loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _serve(connection: Connection, parent: int) -> None:
+def _serve(connection: Connection, parent: int, seconds: float) -> None:
     """Load a function, and call it with one completion after another, until the parent ends."""
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     try:
@@ -115,12 +119,16 @@ def _serve(connection: Connection, parent: int) -> None:
     while True:
         try:
             prompt, text, record = connection.recv()
+            # if the parent has been killed, and the function lets no thread run
+            signal.setitimer(signal.ITIMER_REAL, seconds + 1)
             found: Any = [_plain(v) for v in call(function, [prompt], [text], [record])]
         except EOFError:
             return
         except (Exception, SystemExit) as error:
             found = tuple(failure(error))
-        connection.send(found)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        with suppress(BrokenPipeError):  # the parent has ended
+            connection.send(found)
 
 
 def _plain(value: Any) -> float | str | None:
@@ -141,4 +149,4 @@ def _end_with(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    _serve(Connection(int(sys.argv[1])), int(sys.argv[2]))
+    _serve(Connection(int(sys.argv[1])), int(sys.argv[2]), float(sys.argv[3]))

@@ -39,6 +39,7 @@ class Workers:
         self._source = source
         self._seconds = seconds
         self._workers: list[_Worker] = []
+        self.late = 0  # completions that got 0 because they took too long
         weakref.finalize(self, _kill, self._workers)
 
     def call(self, rows: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -63,7 +64,7 @@ class Workers:
         count = min(_MOST, os.cpu_count() or 1, len(rows))
         while waiting or any(worker.row is not None for worker in self._workers):
             while waiting and len(self._workers) < count:
-                self._workers.append(_Worker(self._source))
+                self._workers.append(_Worker(self._source, self._seconds))
             for worker in list(self._workers):
                 if waiting and worker.is_idle:
                     row = waiting.popleft()
@@ -83,7 +84,9 @@ class Workers:
                 if pipe in spoke:
                     outcome = worker.answer()
                 elif worker.deadline <= time.monotonic():
-                    outcome = Failure(f"took longer than {self._seconds:g} s", ended=True)
+                    outcome = Failure(
+                        f"took longer than {self._seconds:g} s", ended=True, late=True
+                    )
                 else:
                     continue
                 if isinstance(outcome, Failure) and outcome.ended:
@@ -107,10 +110,11 @@ class Workers:
 class _Worker:
     """A process that loads a function, and then calls it with one row at a time."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, seconds: float) -> None:
         self.pipe, theirs = Pipe()
         program = _PROGRAM.format(path=sys.path, file=reward_calls.__file__)
-        arguments = [sys.executable, "-c", program, str(theirs.fileno()), str(os.getpid())]
+        numbers = (theirs.fileno(), os.getpid(), seconds)
+        arguments = [sys.executable, "-c", program, *map(str, numbers)]
         # one thread each, and formulas in one order in every run
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
         with theirs:

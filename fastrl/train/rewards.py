@@ -153,7 +153,11 @@ class Rewards:
     def means(
         self, scored: Scored, *, failures: int | None = None, prefix: str = "reward"
     ) -> dict[str, float]:
-        """Return the means of rewards, over those that exist, under the names of the log."""
+        """Return the means of rewards, over those that exist, under the names of the log.
+
+        The counts are of completions without a reward, of those that math-verify could not compare
+        in time since the last call, and of failures.
+        """
         named = {f"{prefix}/{name}": part for name, part in scored.parts.items()}
         named = {prefix: scored.total, **(named if len(named) > 1 else {})} if named else {}
         row = {
@@ -163,6 +167,10 @@ class Rewards:
         }
         if missing := int((~scored.known).sum()):
             row[f"{prefix}_missing"] = float(missing)
+        if late := sum(workers.late for workers in self._workers.values()):
+            row[f"{prefix}_late"] = float(late)
+            for workers in self._workers.values():
+                workers.late = 0
         if self._failed is not None:
             row[f"{prefix}_failures"] = float(scored.failed.sum() if failures is None else failures)
         return row
@@ -311,7 +319,9 @@ def _in_workers(workers: Workers, given: Completions) -> list[float | Failure]:
 def _by_math_verify(workers: Workers, given: Completions) -> list[float | Failure]:
     """Return 0 for what cannot be compared in time: the answers were, before the run."""
     found = _in_workers(workers, given)
-    return [0.0 if isinstance(one, Failure) and one.ended else one for one in found]
+    late = [isinstance(one, Failure) and one.late for one in found]
+    workers.late += sum(late)
+    return [0.0 if slow else one for slow, one in zip(late, found, strict=True)]
 
 
 def _checked(function: RewardFunction, given: Completions) -> list[float | Failure]:
