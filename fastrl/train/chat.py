@@ -6,7 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-_SAID = "SAID"  # by the assistant, where its messages are looked for
+_SAID = "7-4-1"  # by the assistant, where its messages are looked for
+_PYTHON = {"True": True, "False": False, "None": None}  # as JSON's true, false and null
 
 
 def chat_arguments(settings: Sequence[str]) -> dict[str, Any]:
@@ -28,8 +29,8 @@ def chat_arguments(settings: Sequence[str]) -> dict[str, Any]:
                 "chat_template must be followed by different NAME=VALUE, such as "
                 f"enable_thinking=false or system='You are ...', got {setting!r}"
             )
-        arguments[name] = value
-        if name != "system":
+        arguments[name] = _PYTHON.get(value, value)
+        if name != "system" and value not in _PYTHON:
             try:
                 arguments[name] = json.loads(value)
             except ValueError:
@@ -51,7 +52,7 @@ class Chat:
         self._tokenizer, self._arguments = tokenizer, chat_arguments(settings or ())
         system = self._arguments.pop("system", None)
         self._system = [] if system is None else [{"role": "system", "content": system}]
-        read = _variables(tokenizer.get_chat_template())
+        read = _variables(tokenizer.get_chat_template()) - {"raise_exception", "strftime_now"}
         own = set(inspect.signature(tokenizer.apply_chat_template).parameters) | {"messages"}
         for name in self._arguments:
             if name in own - {"tools", "documents"}:

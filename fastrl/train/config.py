@@ -178,9 +178,6 @@ class RunConfig:
         """Check types and bounds, then what depends on more than one field."""
         if isinstance(self.chat_template, bool):  # as runs of earlier versions have it
             self.chat_template = () if self.chat_template else None
-        if self.learning_rate is None:
-            of_given = 1e-6 if self.lora_rank is None else 1e-5
-            self.learning_rate = 2e-4 if self.model is None else of_given
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, list):  # from a file
@@ -244,6 +241,12 @@ class RunConfig:
             )
 
     @property
+    def peak_learning_rate(self) -> float:
+        """The learning rate after the warm-up: the setting, or the default for its model."""
+        of_given = 1e-6 if self.lora_rank is None else 1e-5
+        return self.learning_rate or (2e-4 if self.model is None else of_given)
+
+    @property
     def keeps_tokens(self) -> bool:
         """Whether the sampler keeps only a part of the vocabulary."""
         return self.top_p < 1 or self.top_k is not None or self.min_p > 0
@@ -256,6 +259,7 @@ class RunConfig:
     def to_json(self) -> dict[str, Any]:
         """Return the settings as JSON values, without `resume` and `plan`."""
         settings = {k: v for k, v in asdict(self).items() if k not in ("resume", "plan")}
+        settings["learning_rate"] = self.peak_learning_rate
         return {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
 
 

@@ -40,16 +40,18 @@ class Endings:
 
     def __str__(self) -> str:
         """Return the end tokens and texts, quoted."""
-        tokens = self._tokenizer.convert_ids_to_tokens(self.token_ids)
+        named = zip(
+            self.token_ids, self._tokenizer.convert_ids_to_tokens(self.token_ids), strict=True
+        )
+        tokens = [token or f"token {number}" for number, token in named]
         return ", ".join(map(repr, dict.fromkeys([*tokens, *self.texts])))
 
     def text(self, completion: Completion) -> str:
-        """Return a completion as text with special tokens, but without end token and padding."""
+        """Return a completion as text with special tokens, but without its end token."""
         ids = completion.token_ids.tolist()
         if completion.ended and ids[-1:] and ids[-1] in self.token_ids:
             ids.pop()
-        padding = self._tokenizer.pad_token_id
-        return str(self._tokenizer.decode([token for token in ids if token != padding]))
+        return str(self._tokenizer.decode(ids))
 
     def reached(self, token_ids: Tensor) -> Tensor:
         """Return whether the last token of each completion [N, T] ends it, bool [N]."""

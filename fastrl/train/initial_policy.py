@@ -57,5 +57,9 @@ def save_base(model: Any, tokenizer: Any, directory: Path) -> None:
 
 
 def begins_changed(config: RunConfig) -> bool:
-    """Return whether the run begins with other weights than those that ``config.model`` names."""
-    return config.model is None or warm_start_steps(config) > 0
+    """Return whether the run needs a copy of the weights that it begins with.
+
+    They are new, or change before the first step, or another run will delete its checkpoint.
+    """
+    of_run = config.model is not None and Path(config.model).parent.name == "checkpoints"
+    return config.model is None or of_run or warm_start_steps(config) > 0

@@ -107,22 +107,24 @@ class Sequences(NamedTuple):
 
     prompt: int  # tokens
     new: int  # tokens of each completion that are in the row
-    count: int
+    completions: int
 
     @property
     def tokens(self) -> int:
         """The tokens of all."""
-        return self.prompt + self.count * self.new
+        return self.prompt + self.completions * self.new
 
     def spans(self, row: int) -> list[Span]:
         """Return the spans of a row of ``row`` tokens, of such sequences or of shorter ones."""
         share = min(1.0, row / self.tokens)
         prompt, new = int(share * self.prompt), max(1, int(share * self.new))
-        if self.count == 1:
+        if self.completions == 1:
             ends = [(0, prompt + new, 0)]
         else:
             ends = [(0, prompt, 0)]
-            ends += [(prompt + i * new, prompt + (i + 1) * new, prompt) for i in range(self.count)]
+            ends += [
+                (prompt + i * new, prompt + (i + 1) * new, prompt) for i in range(self.completions)
+            ]
         return [
             Span(at + first, min(at + end, row), (at, at + prefix) if prefix else (0, 0))
             for at in range(0, row, ends[-1][1])

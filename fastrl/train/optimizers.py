@@ -27,7 +27,7 @@ def make_optimizer(
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained:
         raise ValueError("freeze_head, lora_targets: no parameter is left to train")
-    options = {"lr": config.learning_rate, "weight_decay": 0.0, **options}
+    options = {"lr": config.peak_learning_rate, "weight_decay": 0.0, **options}
     device = trained[0].device.type
     if config.optimizer == "adamw_offloaded":
         # torchao's CPUOffloadOptimizer copies gradients to the host before they can be clipped
@@ -62,8 +62,7 @@ def learning_rate(config: RunConfig, step: int) -> float:
         "linear": 1 - progress,
         "cosine": (1 + math.cos(math.pi * progress)) / 2,
     }[config.schedule]
-    assert config.learning_rate is not None  # which the config has set
-    return config.learning_rate * warm * (0.1 + 0.9 * falling)
+    return config.peak_learning_rate * warm * (0.1 + 0.9 * falling)
 
 
 def apply(optimizer: torch.optim.Optimizer, config: RunConfig, step: int) -> float:

@@ -86,16 +86,21 @@ class Rollout(NamedTuple):
 
 
 def rollout_of(
-    prompts: list[Prompt], completions: Sequence[Completion | None], device: torch.device
+    prompts: list[Prompt],
+    completions: Sequence[Completion | None],
+    device: torch.device,
+    counts: list[int] | None = None,
 ) -> Rollout:
     """Return completions as tensors on ``device``; completions of a prompt are consecutive.
 
-    None is a completion that does not exist: it has no tokens.
+    Each prompt has as many, unless there are ``counts``. None is a completion that does not exist:
+    it has no tokens.
 
     Raises:
         ValueError: A completion has no tokens, or a token has no log-probability or mask.
         FloatingPointError: A token was sampled from logits that are not finite.
     """
+    counts = counts or [len(completions) // len(prompts)] * len(prompts)
     masks, made = [], [_ABSENT if one is None else one for one in completions]
     for one in made:
         sampled = torch.ones(len(one.token_ids), dtype=torch.bool)
@@ -119,7 +124,7 @@ def rollout_of(
         )
     return Rollout(
         prompts=[prompt.token_ids for prompt in prompts],
-        prompt_of=torch.arange(len(prompts)).repeat_interleave(len(made) // len(prompts)),
+        prompt_of=torch.arange(len(prompts)).repeat_interleave(torch.tensor(counts)),
         token_ids=pad_sequence([one.token_ids for one in made], batch_first=True).to(device),
         mask=mask.to(device),
         logprobs=logprobs.to(device),

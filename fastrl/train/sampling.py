@@ -73,7 +73,7 @@ class Sampler:
 
         Returns:
             The rollout and the completions as strings, with special tokens, but without the end
-            token and padding; completions of a prompt are consecutive. None is a completion that
+            token; completions of a prompt are consecutive. None is a completion that
             the user's function could not make.
 
         Raises:

@@ -46,7 +46,8 @@ class TransformersEngine:
 
     def __init__(self, model: Any, tokenizer: Any, config: RunConfig, endings: Endings) -> None:
         self._model, self._tokenizer, self._config = model, tokenizer, config
-        self._endings, self._token_count = endings, token_count(tokenizer)
+        self._endings = endings
+        self._token_count = max(token_count(tokenizer), 1 + max(endings.token_ids))
         self._tokens = TokenCount(0, 0)
 
     def complete(self, prompts: list[list[int]], *, greedy: bool) -> list[Completion]:

@@ -33,6 +33,8 @@ def end_tokens(model: Any, tokenizer: Any) -> list[int]:
 
     ends = {*listed(model.generation_config.eos_token_id), *listed(tokenizer.eos_token_id)}
     ends = ends or {*listed(getattr(model.config.get_text_config(), "eos_token_id", None))}
+    if any(end < 0 for end in ends):
+        raise ValueError(f"model must have end tokens of at least 0, got {sorted(ends)}")
     if not ends:
         raise ValueError(f"model must have an end token, got none in {model.name_or_path!r}")
     return sorted(ends)

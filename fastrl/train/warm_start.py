@@ -62,8 +62,7 @@ def warm_start(
     steps = warm_start_steps(config)
     if not steps:
         return
-    assert config.learning_rate is not None
-    rate = _FASTER * config.learning_rate if config.model else _RATE
+    rate = _FASTER * config.peak_learning_rate if config.model else _RATE
     adapted = config.lora_rank is not None
     with model.base_trained(frozen_head(model, config)) if adapted else nullcontext():
         optimizer = make_optimizer(
@@ -74,10 +73,9 @@ def warm_start(
         for step, drawn in enumerate(_dealt(prompts, config)):
             for group in optimizer.param_groups:
                 group["lr"] = rate * min((step + 1) / rise, 1 - step / steps)
-            texts = [text for prompt in drawn for text in _demonstrations(prompt)]
-            target = demonstrated(tokenizer, drawn, texts, model.device)
+            target = demonstrated(tokenizer, drawn, model.device)
             total, loss = target.mask.sum(), 0.0
-            for batch in batches(target, torch.arange(len(texts)), target.mask, plain):
+            for batch in batches(target, torch.arange(len(target.mask)), target.mask, plain):
                 logprobs = policy_logprobs(policy_outputs(model, batch, plain), batch, plain)
                 part = -logprobs.sum() / total
                 part.backward()
@@ -112,13 +110,15 @@ def frozen_head(model: Any, config: RunConfig) -> list[nn.Parameter]:
     return [parameter for layer in ends for parameter in layer.parameters()]
 
 
-def demonstrated(tokenizer: Any, prompts: list[Prompt], texts: list[str], device: Any) -> Rollout:
-    """Return texts as completions of their prompts, as if they had been sampled."""
+def demonstrated(tokenizer: Any, prompts: list[Prompt], device: Any) -> Rollout:
+    """Return the demonstrations as completions of their prompts, as if they had been sampled."""
+    shown = [_demonstrations(prompt) for prompt in prompts]
+    texts = [text for some in shown for text in some]
     completions = [
         Completion(torch.tensor([*own, tokenizer.eos_token_id]), torch.zeros(len(own) + 1), True)
         for own in _token_ids(tokenizer, texts)
     ]
-    return rollout_of(prompts, completions, device)
+    return rollout_of(prompts, completions, device, list(map(len, shown)))
 
 
 def _is_new(config: RunConfig) -> bool:

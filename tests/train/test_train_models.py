@@ -20,7 +20,7 @@ from fastrl.train.recomputation import save_memory
 from fastrl.train.reference import Reference
 from fastrl.train.reward_model import RewardModel
 from fastrl.train.sampling import Sampler
-from fastrl.train.warm_start import check_warm_start, warm_start
+from fastrl.train.warm_start import check_warm_start, demonstrated, warm_start
 from tests.train.packed import make_rollout
 
 pytestmark = pytest.mark.slow
@@ -164,6 +164,12 @@ def test_the_warm_start_imitates_the_answers_of_own_prompts(base):
     assert list(warm_start(model, tokenizer, prompts, config))[-1] < 0.1
     completions = Sampler(model, tokenizer, config).greedy(prompts)[1]
     assert completions == ["3 + 4"]
+    several = [
+        {"prompt": "c:", "demonstrations": ["1"]},
+        {"prompt": "d:", "demonstrations": ["2", "3"]},
+    ]
+    target = demonstrated(tokenizer, encode(several, tokenizer, config), CPU)
+    assert target.prompt_of.tolist() == [0, 1, 1]
     short = replace(config, max_new_tokens=5)
     with pytest.raises(ValueError, match="max_new_tokens must be at least 6, which the longest"):
         check_warm_start(prompts, tokenizer, short)

@@ -131,7 +131,7 @@ def test_completions_end_at_any_end_token_and_are_padded():
     assert (rollout.token_ids[~rollout.mask] == tokenizer.pad_token_id).all()
     whole = rollout.mask & (ended == 0)  # without the end, which may be a letter
     ids = [row[keep] for row, keep in zip(rollout.token_ids, whole, strict=True)]
-    assert texts == tokenizer.batch_decode(ids, skip_special_tokens=True)
+    assert texts == tokenizer.batch_decode(ids)
 
 
 @pytest.mark.parametrize("pad", ["<pad>", "<eos>"])
