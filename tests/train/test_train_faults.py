@@ -270,7 +270,7 @@ def test_two_processes_do_not_use_one_directory(small, forkserver):
 def test_runs_without_a_name_get_the_next_number_and_failed_starts_leave_nothing(small):
     small |= {"out": None, "steps": 1}
     assert [run("ppo", small).directory for _ in "ab"] == [Path("runs/ppo-1"), Path("runs/ppo-2")]
-    with pytest.raises(ValueError, match=r"^max_prompt_tokens must cover"):
+    with pytest.raises(ValueError, match=r"^max_prompt_tokens must be at least"):
         run("ppo", small, max_prompt_tokens=2)
     assert not Path("runs/ppo-3").exists()
     assert run("ppo", small, steps=2, resume=True).directory == Path("runs/ppo-2")
