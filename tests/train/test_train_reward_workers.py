@@ -83,7 +83,7 @@ def soon(condition):
 
 def test_an_import_takes_no_time_of_a_completion_and_happens_once(module):
     """Nor after a completion whose process was killed."""
-    rewards = rewards_of(f"{module(seconds=0.6)}:pid", reward_timeout=0.4, reward_failed=-1.0)
+    rewards = rewards_of(f"{module(seconds=1.5)}:pid", reward_timeout=1.2, reward_failed=-1.0)
     (first,) = score(rewards, "")
     assert first not in (os.getpid(), -1.0)
     assert score(rewards, "") == [first]
