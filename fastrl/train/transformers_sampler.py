@@ -135,7 +135,9 @@ class TransformersEngine:
         first = {tuple(ids): row for row, ids in reversed([*enumerate(prompts)])}
         cache = DynamicCache(config=self._model.config)
         rows, length = sorted(first.values()), input_ids.shape[1] - 1
-        whole = all(type(layer) in _BY_TOKEN for layer in cache.layers)
+        whole = self._model._supports_default_dynamic_cache() and all(
+            type(layer) in _BY_TOKEN for layer in cache.layers
+        )
         if len(rows) == len(prompts) or length == 0 or not whole:
             self._count(sum(map(len, prompts)), input_ids.numel())
             return {}
