@@ -37,7 +37,7 @@ def parse(kind: type[Config], arguments: Sequence[str] | None = None, program: s
             **default,
         )
 
-    config = read()  # not from kind(), whose learning rate is that of the small new model
+    config = read()
     if not config.resume:
         return config
     directory = last_run(kind.loop) if config.out is None else Path(config.out)

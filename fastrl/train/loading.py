@@ -66,8 +66,8 @@ def load(
 ) -> tuple[Any, Any]:
     """Load a model, in evaluation mode, and its tokenizer, only from safetensors files.
 
-    The ``generation_config`` of the model has its ends and that of the tokenizer, and nothing that
-    changes the samples. A tokenizer without padding gets an end token for it.
+    The model's ``generation_config`` gets the end tokens of model and tokenizer, and no setting
+    that changes the samples. A tokenizer without padding gets an end token for it.
 
     Raises:
         ValueError: There is no such model, it is damaged, or it has no end token; or it cannot be

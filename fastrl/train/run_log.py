@@ -166,7 +166,7 @@ class RunLog:
     ) -> None:
         """Collect completions of ``step``, if it shows samples: every second evaluation does.
 
-        A reward that is NaN is none. The expected answer is that of the record, if it has one.
+        A NaN stands for no reward. The record's answer, if any, is shown beside the completion.
         """
         if step % (2 * self.config.eval_every):
             return

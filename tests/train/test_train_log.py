@@ -32,7 +32,7 @@ ROWS = [
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_hostile_text_is_text_on_the_page_and_nothing_is_fetched(tmp_path, monkeypatch, device):
-    """The peak memory is that of a phase on a GPU, and that of the process on a CPU."""
+    """Peak memory is measured by phase on a GPU, and for the whole process on a CPU."""
     monkeypatch.setattr(report, "find_device", lambda _: torch.device(device))
     sample = {"step": 2, "chosen": "best", "reward": None, "parts": {HOSTILE: None, "b": 1.0}}
     samples = [{**sample, "prompt": HOSTILE, "completion": HOSTILE * 999}]

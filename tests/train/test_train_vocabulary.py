@@ -124,7 +124,7 @@ def test_rewards_read_special_tokens_but_no_end():
     for text, ended, expected in (
         ("<think>1<|im_end|>", True, "<think>1"),
         ("<think>1<eos>", True, "<think>1"),
-        ("1<|im_end|>2<eos>", True, "1<|im_end|>2"),  # of one's own rollout, with two turns
+        ("1<|im_end|>2<eos>", True, "1<|im_end|>2"),  # two turns, from a user's rollout
         ("1<think>", False, "1<think>"),
         ("1<pad>2<pad>", False, "1<pad>2<pad>"),  # an ordinary token for some tokenizers
         ("1ab", True, "1ab"),  # a text is not a token
