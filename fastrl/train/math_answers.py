@@ -97,9 +97,7 @@ def _is_marked(text: str) -> bool:
 @functools.lru_cache(maxsize=256)  # a group of completions has one answer
 def _read(text: str, seconds: int | None) -> list[Any]:
     """Return math-verify's reading of the answer of a text: empty, or a formula and its text."""
-    from latex2sympy2_extended.math_normalization import (  # type: ignore[import-untyped]
-        extract_boxed_content,
-    )
+    from latex2sympy2_extended.math_normalization import extract_boxed_content
 
     before, hashes, after = text.rpartition("####")
     if re.search(_MARK, after):
