@@ -14,7 +14,7 @@ from pathlib import Path
 
 NAMES = ("Ana", "Ben", "Lea", "Mia", "Sam", "Tom")
 THINGS = ("books", "cards", "coins", "pens")
-TRAIN, HELD_OUT = 2000, 128
+TRAIN, HELD_OUT = 2000, 256
 
 
 QUESTIONS = {
