@@ -65,6 +65,117 @@ def test_an_answer_is_read_as_a_whole(answer, right, wrong):
         assert judged(answer, rf"\boxed{{{answer}}}", f" {answer}\n") == [1, 1]
 
 
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        (7, ["The answer is 7", "She has 7 apples", "Answer 7", "**Answer:** 7", "$7/hour"], []),
+        (
+            7,
+            ["The answer is $7$.", r"It is \(7\)", "7 km/h", "7<|im_end|>", "The answer is 7\n3"],
+            [],
+        ),
+        (
+            7,
+            [],
+            ["7 or 8", "7 and 8 and 9", "72 or 7", "not 7", "7 hundred", "7 and a half", "7 xy"],
+        ),
+        (
+            72,
+            ["72 m\u00b2", "72 \u00b0C", "(72)", '"72"', "US$72", "Rs. 72", "~72", "+72"],
+            ["72!"],
+        ),
+        (
+            5,
+            [],
+            ["x + 5", "x > 5", "5\u00b2", "\u221a5", "5\u03c0", "5\u00bd", "5^x", "5!", "(5, 5)"],
+        ),
+        (-3, ["(-3)", "(\u22123)", "negative 3", "The answer is -3"], ["(3)", "x - 3"]),
+        ("#### The answer is 7", ["7"], ["8"]),
+        ("#### x + 5", ["5 + x"], ["5"]),
+        ("1, 3", ["3, 1", "1 and 3"], ["1", "1 or 3"]),
+        (r"\frac{\sqrt{3}}{2}", [r"The answer is $\frac{\sqrt{3}}{2}$", "\u221a3/2"], ["3/2"]),
+    ],
+)
+def test_words_around_a_number_are_ignored_and_formulas_are_read_whole(answer, right, wrong):
+    texts = [f"1 + 1\n#### {text}" for text in right + wrong]
+    assert judged(answer, *texts) == [1] * len(right) + [0] * len(wrong)
+
+
+WHOLE = ["x^2 + 1", "3:2", "2 1/2", "10:30", "\u03c0/2", "{1,2,3}", "1 and 2", "1, 2", "[0, 5)"]
+WHOLE += [
+    "12 34",
+    "5'6\"",
+    "2023-01-01",
+    "10/12/2023",
+    "007",
+    "5 feet 6 inches",
+    "June 5",
+    "5 or 7",
+]
+WHOLE += [
+    "2 and a half",
+    "3.5 million",
+    "5 mod 7",
+    "5x",
+    "$n$ is odd",
+    "sin 5",
+    "5 out of 7",
+    "5-6i",
+]
+
+
+@pytest.mark.parametrize("answer", WHOLE)
+def test_an_answer_equals_its_own_text_and_no_number_in_it(answer):
+    right = [f"#### {answer}", f"#### **{answer}**.", rf"\boxed{{{answer}}}", answer]
+    assert judged(answer, *right, "#### 5", r"\boxed{5}", r"\boxed{7}") == [1] * 4 + [0] * 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        ("2 1/2", ["2.5", "2\u00bd", r"2\frac{1}{2}"], ["1.5"]),
+        ("5 3/4", [r"\frac{23}{4}"], ["2"]),
+        ("-5\u00be", ["-5.75", "-5 3/4"], ["-4.25", "5.75"]),
+        ("1 000", ["1000", r"1\,000", "1{,}000", "1,000"], ["0", "1"]),
+        ("100\u202f000", ["100000"], ["100"]),
+        ("\u00bd", [r"\frac12"], ["2"]),
+        ("5\u00b2", ["25"], ["5", "52"]),
+        ("\u221a13", [r"\sqrt{13}"], ["13"]),
+        ("\u20ac5", ["5"], ["6"]),
+        ("5\u20ac", ["5"], ["6"]),
+        ("\u00a33.50", ["3.5"], ["3"]),
+        ("10^-3", ["0.001", "10^{-3}"], ["7"]),
+        ("1e-5", ["10^{-5}", "0.00001"], ["-5"]),
+        ("12 34", [], ["46", "408", "1234"]),
+        ("5'6\"", [], ["56"]),
+        ("2023-01-01", [], ["2021"]),
+        ("90\u00b0", ["90", r"90^\circ"], ["9"]),
+        ("pi/2", [r"\frac{\pi}{2}"], ["2"]),
+        ("$5 xy$", ["5xy"], ["5"]),
+    ],
+)
+def test_forms_of_numbers(answer, right, wrong):
+    texts = [rf"\boxed{{{text}}}" for text in right + wrong]
+    assert judged(answer, *texts) == [1] * len(right) + [0] * len(wrong)
+
+
+def test_a_number_with_words_is_a_number():
+    for unit in ("dollars", "clips", "people", "years old", "USD", "oz", "km"):
+        right = [r"\boxed{18}", "#### 18", "The answer is 18.", f"#### 18 {unit}"]
+        assert judged(f"18 {unit}", *right, r"\boxed{81}") == [1] * 4 + [0]
+    assert judged("2.5", "The answer is 2 1/2.", "#### 2 1/2 cups", r"\boxed{1.5}") == [1, 1, 0]
+    assert judged("-3", "(-3)", "The answer is (-3).", "It is \u22123.", "(-3)^2") == [1, 1, 1, 0]
+
+
+def test_the_box_of_the_last_sentence_counts():
+    thought = (
+        "<think>\nLet me see: \\boxed{38}? No, one more.\n</think>\n\nThe answer is \\boxed{39}"
+    )
+    texts = [thought, "1: \\boxed{3}\n2: \\boxed{39}", "\\boxed{3}</think>\\boxed{39}"]
+    assert judged("39", *texts, r"It is $\boxed{3}$. No: \boxed{39}") == [1] * 4
+    assert judged("39", r"\boxed{3} \boxed{39}", r"\boxed{39}, or \boxed{3}") == [0] * 2
+
+
 def test_the_number_after_the_last_hashes_is_an_answer_and_several_are_not():
     texts = ["72", "\n72", "72\nThat is 3 clips per friend.", "72.0", "$72", "$72$", "**72**"]
     texts += [
@@ -132,7 +243,7 @@ def test_what_takes_long_is_no_answer():
 def test_every_answer_is_checked_before_a_run():
     """Also if failures have a reward: it is not the completion that fails."""
     rewards = rewards_of(reward_failed=0.0)
-    for answer in (None, True, ["1"], "", r"\boxed{}", "#### 70 or 72"):
+    for answer in (None, True, ["1"], "", r"\boxed{}", "#### 70 or 72", "N/A", "?", "nan"):
         rewards.probe(prompts_of("p - q", GSM8K, 7, "B"))
         with pytest.raises(RewardError, match=r'^reward math_verify: "answer" must') as error:
             rewards.probe(prompts_of(*["5"] * 19, answer, *["6"] * 20))
