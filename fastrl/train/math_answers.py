@@ -28,7 +28,7 @@ _SIGNS |= {ord(sign): rf"\{name} " for sign, name in _NAMES.items()}
 _FORMS = (
     (r"\u221a\s*(\d+(?:\.\d+)?|\w|\([^()]*\))", r"\\sqrt{\1}"),
     (r"(?<![\\\w])(pi|sin|cos|ln)\b", r"\\\1 "),
-    (r"(?m)(^\s*|[a-z] |[=:$] ?)\((-\d+(?:\.\d+)?)\)(?!\s*[-+*/^!(])", r"\1\2"),
+    (r"(?m)(^ *|[a-z] |[=:$] ?)\((-\d+(?:\.\d+)?)\)(?!\s*[-+*/^!(])", r"\1\2"),
     (r"\^\s*-(\d+)", r"^(-\1)"),
 )
 _NOISE = (
@@ -45,7 +45,7 @@ _SPOKEN = (
     (r"(?<=\d) ?([cdkm]?m|ft|in|yd|mi|[a-z]{3,})(?:\s*\^\s*\(?[23]\)?|[23])(?!\w)", r" square \1"),
 )
 _NUMBER = r"(?<![\d.,])(?:\d{1,3}(?:,\d{3})+|(?!0\d)\d+)(?:\.\d+)?(?![.,]?\d)"
-_SUM = rf"-?\(*-?{_NUMBER}\)*(?:\s*(?:[-+/^]|\*\*?)\s*\(*-?{_NUMBER}\)*)*(?:\s*%)?"
+_SUM = rf"-?\({{0,3}}-?{_NUMBER}\)*(?:\s*(?:[-+/^]|\*\*?)\s*\(*-?{_NUMBER}\)*)*(?:\s*%)?"
 #: Words and numbers, which are written ``#``. Words of two letters may be products of variables.
 _TOKEN = r"\(?(?:#|[A-Za-z]{2,}(?:['\u2019-][A-Za-z]+)*|[aAIhm])\)?"
 _BETWEEN = r"(?:\s*=\s*|(?<=[a-z]):\s*|/(?=[a-z])|\s+-\s+(?=[A-Za-z]{3})|[,;.]?\s+)"
@@ -59,8 +59,8 @@ _UNLIKE = (
     r"|times|divided|over)\b|#!|#,? (?:and|or)\b(?! #)"
 )
 _WORDS = (
-    rf"(?=.*\b(?!(?:and|or|{_OF_FORMULAS})\b)[A-Za-z]{{3}})"
-    r"[A-Za-z0-9](?:[A-Za-z0-9 ,.:;'?!&]|(?<=\w)-(?=\w))*"
+    rf"(?=.*\b(?!(?:and|or|{_OF_FORMULAS})\b)[^\W\d_]{{3}})"
+    r"[^\W_](?:[^\W_]|[ ,.:;'?!&]|(?<=\w)-(?=\w))*"
 )
 #: Two numbers side by side, feet, digits of dates: what is no formula is itself.
 _VERBATIM = r"""\d\s+\d|\d['"\u2019\u201d\u2032]|(?<![\d.,])0\d|\d{4}-\d+-\d|\d/\d+/\d{4}"""
@@ -119,7 +119,7 @@ def _text(answer: Any) -> str:
     if isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
         raise ValueError(f'"answer" must hold a number or formula, got {answer!r}')  # noqa: TRY004
     text = str(answer).strip()
-    if re.fullmatch(r"(?i)nan|n/a|\?*", text):
+    if re.fullmatch(r"(?i)nan|n/a|[?*.$\s]*", text):
         raise ValueError(f'"answer" must hold a number or formula, got {answer!r}')
     return format(Decimal(text), "f") if isinstance(answer, float) else text
 
@@ -169,18 +169,20 @@ def _plain(text: str) -> str:
     text = re.sub(raised, lambda m: f"^({normalize('NFKC', m[0])})", text).translate(_SIGNS)
     for form, written in _FORMS:
         text = re.sub(form, written, text)
-    number = r"(?<![\w.,/^])(\d{1,9}) +(\d{1,9})/(\d{1,9})(?![\w/])"
-    text = re.sub(number, lambda m: f"{int(m[1]) * int(m[3]) + int(m[2])}/{m[3]}", text)
-    number = r"(?<![\d.,])\d{1,3}(?:(?: |\\[,;:! ]|\{,\})\d{3})+(?![\d,/])"
-    text = re.sub(number, lambda m: re.sub(r"\D", "", m[0]), text)
-    number = r"\b\d+(?:\.\d+)?[eE][-+]?\d{1,2}\b"
-    return re.sub(number, lambda m: format(Decimal(m[0]), "f"), text)
+    mixed = r"(?<![\w.,/^])(\d{1,9}) +(\d{1,9})/(\d{1,9})(?![\w/])"
+    text = re.sub(mixed, lambda m: f"{int(m[1]) * int(m[3]) + int(m[2])}/{m[3]}", text)
+    grouped = r"(?<![\d.,])\d{1,3}(?:(?: |\\[,;:! ]|\{,\})\d{3})+(?![\d,/])"
+    text = re.sub(grouped, lambda m: re.sub(r"\D", "", m[0]), text)
+    scientific = r"\b\d+(?:\.\d+)?[eE][-+]?\d{1,2}\b"
+    return re.sub(scientific, lambda m: format(Decimal(m[0]), "f"), text)
 
 
 def _part(part: str, seconds: int | None, is_line: bool) -> list[Any]:
     """Read numbers among words, which must be equal, or a formula."""
     is_latex = re.fullmatch(r"\s*\$[^$]+\$\s*", part) is not None
-    part = re.sub(r"^([`\"*])(.*)\1$", r"\2", re.sub(_NOISE, "", part).strip()).rstrip(",;.")
+    part = re.sub(r"^([`\"*])(.*)\1$", r"\2", " ".join(re.sub(_NOISE, "", part).split())).rstrip(
+        ",;."
+    )
     if is_line:
         part = re.sub(
             r"(?i)^[a-z ,']*\b(?:answer(?:[a-z ']* is)?|(?:is|are)(?=.*[\d\\]))\b[:= ]*", "", part

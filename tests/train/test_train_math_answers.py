@@ -109,6 +109,7 @@ WHOLE += [
     "10/12/2023",
     "007",
     "5 feet 6 inches",
+    "Jos\u00e9",
     "June 5",
     "5 or 7",
 ]
@@ -243,7 +244,7 @@ def test_what_takes_long_is_no_answer():
 def test_every_answer_is_checked_before_a_run():
     """Also if failures have a reward: it is not the completion that fails."""
     rewards = rewards_of(reward_failed=0.0)
-    for answer in (None, True, ["1"], "", r"\boxed{}", "#### 70 or 72", "N/A", "?", "nan"):
+    for answer in (None, True, ["1"], "", r"\boxed{}", "#### 70 or 72", "N/A", "?", "nan", "*"):
         rewards.probe(prompts_of("p - q", GSM8K, 7, "B"))
         with pytest.raises(RewardError, match=r'^reward math_verify: "answer" must') as error:
             rewards.probe(prompts_of(*["5"] * 19, answer, *["6"] * 20))
