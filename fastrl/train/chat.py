@@ -63,7 +63,7 @@ class Chat:
                     f"chat_template: the model's template does not read the argument {name!r}, "
                     f"only {', '.join(others) or 'messages'}"
                 )
-        self.prefill = self._prefill()
+        self.prefill, self.turn_end = self._prefill(), self._turn_end()
 
     def render(self, prompt: str | list[dict[str, Any]], *, generate: bool = True) -> str:
         """Return a text prompt or a conversation as text, up to the assistant's answer.
@@ -78,6 +78,14 @@ class Chat:
                 messages, tokenize=False, add_generation_prompt=generate, **self._arguments
             )
         )
+
+    def _turn_end(self) -> str:
+        """Return what the template writes behind an answer, such as ``<|im_end|>``."""
+        asked, said = ({"role": role, "content": _SAID} for role in ("user", "assistant"))
+        try:
+            return self.render([asked, said], generate=False).rpartition(_SAID)[2]
+        except Exception:  # templates are programs, and some refuse such a conversation
+            return ""
 
     def _prefill(self) -> str:
         """Return what the template writes behind the header of the answer, such as ``<think>``.

@@ -12,6 +12,7 @@ predicts the peak memory.
 """
 
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 from fastrl import group_advantages
@@ -106,7 +107,7 @@ def train(config: GrpoConfig) -> Summary:
                     ref = run.reference.logprobs(rollout, learned)
 
             # Learn: an optimizer step per minibatch, gradients summed over its micro-batches.
-            metrics, norm = MetricMeans(), 0.0
+            metrics, norms = MetricMeans(), list[float]()
             with run.phase("learn"):
                 for minibatch in minibatches(len(rewards), config, group_size=size):
                     if not counts[minibatch].any():
@@ -134,7 +135,7 @@ def train(config: GrpoConfig) -> Summary:
                         policy.loss.backward()
                         sampled_for = policy.logprobs if before is None else before
                         metrics.add(policy.metrics, sampler_kl(sampled_for, of_sampler), batch)
-                    norm = run.apply(optimizer)
+                    norms.append(run.apply(optimizer))
 
             spread = {}
             if groups is not None:
@@ -148,7 +149,7 @@ def train(config: GrpoConfig) -> Summary:
                     **metrics.read(),
                     **lengths(rollout, setup.sampler.engine.computed()),
                     "left_out": 1 - len(learned) / len(rewards),
-                    "grad_norm": norm,
+                    "grad_norm": fmean(norms or [0.0]),
                 }
             )
     return run.summary()

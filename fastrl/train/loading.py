@@ -100,7 +100,7 @@ def load(
     set_padding(tokenizer, ends)
     # A model's own sampling defaults would change the distribution of the samples.
     model.generation_config = GenerationConfig(
-        eos_token_id=ends, pad_token_id=tokenizer.pad_token_id
+        eos_token_id=ends or None, pad_token_id=tokenizer.pad_token_id
     )
     if (name := not_finite(model)) is not None:
         raise ValueError(f"model must have finite weights, got a NaN or infinity in {name!r}")

@@ -8,6 +8,7 @@ model learns to add and subtract; ``--help`` lists the options.
 """
 
 from dataclasses import replace
+from statistics import fmean
 
 import torch
 
@@ -105,7 +106,7 @@ def train(config: PpoConfig) -> Summary:
 
             # Learn: an optimizer step per minibatch, gradients summed over its micro-batches.
             metrics = MetricMeans()
-            updates, norm = 0, 0.0
+            norms: list[float] = []
             with run.phase("learn"):
                 for minibatch in minibatches(len(rewards), config):
                     if not counts[minibatch].any():
@@ -144,7 +145,7 @@ def train(config: PpoConfig) -> Summary:
                     if config.stop_kl is not None and metrics.minibatch_kl() > config.stop_kl:
                         optimizer.zero_grad()
                         break
-                    norm, updates = run.apply(optimizer), updates + 1
+                    norms.append(run.apply(optimizer))
 
             row = {
                 **setup.rewards.means(scored),
@@ -152,8 +153,8 @@ def train(config: PpoConfig) -> Summary:
                 **metrics.read(),
                 "kl_coef": penalty.coefficient,
                 **lengths(rollout, setup.sampler.engine.computed()),
-                "grad_norm": norm,
-                "updates": updates,
+                "grad_norm": fmean(norms or [0.0]),
+                "updates": len(norms),
             }
             if known.any():
                 row["kl"] = float(masked_mean(kl_divergence(old, ref), mask))

@@ -28,11 +28,13 @@ class Prompt(NamedTuple):
         record: the record as it was read.
         token_ids: the prompt.
         prefill: what the chat template has already written of the answer, such as ``<think>``.
+        turn_end: what it writes behind an answer, such as ``<|im_end|>``.
     """
 
     record: Record
     token_ids: list[int]
     prefill: str = ""
+    turn_end: str = ""
 
     @property
     def text(self) -> str:
@@ -84,7 +86,7 @@ def encode(records: list[Record], tokenizer: Any, config: RunConfig) -> list[Pro
     """
     prompts, chat, shortest = [], None, None
     for record in records:
-        prompt, prefill = record["prompt"], ""
+        prompt, prefill, turn_end = record["prompt"], "", ""
         chats = config.chat_template is not None or not isinstance(prompt, str)
         if chats and chat is None:
             chat = Chat(tokenizer, config.chat_template)
@@ -97,8 +99,9 @@ def encode(records: list[Record], tokenizer: Any, config: RunConfig) -> list[Pro
             ) from error
         if not token_ids:
             raise ValueError(f"prompts: {str(prompt)[:80]!r} has no tokens")
-        if chats and chat is not None and text.endswith(chat.prefill):
-            prefill = chat.prefill
+        if chats and chat is not None:
+            prefill = chat.prefill if text.endswith(chat.prefill) else ""
+            turn_end = chat.turn_end
         if prefill and "prefill" in record:
             raise ValueError(
                 "prompts: a record must not have a field 'prefill', under which rewards get what "
@@ -107,7 +110,7 @@ def encode(records: list[Record], tokenizer: Any, config: RunConfig) -> list[Pro
         if shortest is None or len(token_ids) < shortest:
             shortest = len(token_ids)
         if len(token_ids) <= config.max_prompt_tokens:
-            prompts.append(Prompt(record, token_ids, prefill))
+            prompts.append(Prompt(record, token_ids, prefill, turn_end))
     if not prompts:
         raise ValueError(
             f"max_prompt_tokens must be at least {shortest}, the length of the shortest prompt, "

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fastrl.train.config import RunConfig
+from fastrl.train.endings import Endings
 from fastrl.train.prompts import Prompt, Record, count_shared
 
 
@@ -33,6 +34,17 @@ def remarks(
             f"{twice} of {len(both)} prompts begin with two {tokenizer.bos_token!r}: texts that "
             "already have the chat template get another; give the messages, or leave it out"
         )
+
+
+def ending_remark(prompts: list[Prompt], tokenizer: Any, endings: Endings) -> Iterator[str]:
+    """Yield a line if a completion does not end where the chat template ends an answer."""
+    for end in {prompt.turn_end.strip() for prompt in prompts} - {""}:
+        written = tokenizer(end, add_special_tokens=False)["input_ids"]
+        if not {*written} & {*endings.token_ids} and not any(map(end.__contains__, endings.texts)):
+            yield (
+                f"the chat template ends an answer with {end!r}, which ends no completion here: "
+                "name it with --stop"
+            )
 
 
 def evaluation_remark(held_out: list[Prompt], config: RunConfig) -> Iterator[str]:

@@ -176,14 +176,21 @@ class Rewards:
         return row
 
     def probe(self, prompts: list[Prompt]) -> None:
-        """Try the functions on empty completions of a few prompts, and math-verify on all answers.
+        """Check all answers, and try the functions on empty completions of a few prompts.
 
         Raises:
             RewardError: A function fails on any completion, or with ``reward_failed`` on all, or
-                math-verify does not find an answer equal to itself.
+                an answer is not text, or math-verify does not find it equal to itself.
         """
         if "math_verify" in self._workers:
             self._check_answers(prompts, self._workers["math_verify"])
+        if "exact_match" in self._judges:
+            for prompt in prompts:
+                if not isinstance(answer := prompt.record.get("answer"), str):
+                    raise RewardError(
+                        f'reward exact_match: "answer" must be text, got {answer!r} for '
+                        f"{_quoted(prompt.text)}"
+                    )
         few = prompts[:: -(-len(prompts) // _PROBED)]
         texts, records = [prompt.text for prompt in few], [prompt.judged for prompt in few]
         for name in self._judges:

@@ -22,7 +22,7 @@ from fastrl.train.policy import check_head, check_packing, completion_logprobs
 from fastrl.train.prompts import Prompt, digest, encode, read_records
 from fastrl.train.recomputation import save_memory
 from fastrl.train.reference import Reference
-from fastrl.train.remarks import evaluation_remark, remarks
+from fastrl.train.remarks import ending_remark, evaluation_remark, remarks
 from fastrl.train.report import Row
 from fastrl.train.rewards import Rewards, Scored
 from fastrl.train.rollout import Completion, rollout_of
@@ -94,6 +94,8 @@ def prepare(config: RunConfig) -> Setup:
         optimizers.make_optimizer(model.parameters(), config)  # a missing one fails here
         sampler = Sampler(model, tokenizer, config)
         log.say(f"a completion ends with {sampler.endings}")
+        for line in ending_remark(train, tokenizer, sampler.endings):
+            log.say(line)
         for line in evaluation_remark(held_out, config) if rewards else ():
             log.say(line)
         unless_prepared.pop_all()

@@ -23,9 +23,6 @@ def end_tokens(model: Any, tokenizer: Any) -> list[int]:
 
     `transformers` makes missing generation settings from the model's configuration. That may also
     have its class's default end, so it counts only if nothing else names one.
-
-    Raises:
-        ValueError: There is none.
     """
 
     def listed(ends: int | list[int] | None) -> list[int]:
@@ -35,8 +32,6 @@ def end_tokens(model: Any, tokenizer: Any) -> list[int]:
     ends = ends or {*listed(getattr(model.config.get_text_config(), "eos_token_id", None))}
     if any(end < 0 for end in ends):
         raise ValueError(f"model must have end tokens of at least 0, got {sorted(ends)}")
-    if not ends:
-        raise ValueError(f"model must have an end token, got none in {model.name_or_path!r}")
     return sorted(ends)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fastrl.train.config import RunConfig
+from fastrl.train.endings import Endings
 from fastrl.train.optimizers import make_optimizer
 from fastrl.train.policy import batches, policy_logprobs, policy_outputs
 from fastrl.train.prompts import Prompt, deal
@@ -32,8 +33,6 @@ def check_warm_start(prompts: list[Prompt], tokenizer: Any, config: RunConfig) -
     """Raise a `ValueError` if a demonstration is missing, or is too long to be sampled."""
     if not warm_start_steps(config):
         return
-    if tokenizer.eos_token_id is None:
-        raise ValueError("warm_start_steps must be 0 with a tokenizer that has no end token")
     drawn = [prompt for some in _dealt(prompts, config) for prompt in some]
     for prompt in drawn:
         shown = _demonstrations(prompt)
@@ -63,6 +62,7 @@ def warm_start(
     if not steps:
         return
     rate = _FASTER * config.peak_learning_rate if config.model else _RATE
+    ends = Endings(model, tokenizer, config).token_ids
     adapted = config.lora_rank is not None
     with model.base_trained(frozen_head(model, config)) if adapted else nullcontext():
         optimizer = make_optimizer(
@@ -73,7 +73,7 @@ def warm_start(
         for step, drawn in enumerate(_dealt(prompts, config)):
             for group in optimizer.param_groups:
                 group["lr"] = rate * min((step + 1) / rise, 1 - step / steps)
-            target = demonstrated(tokenizer, drawn, model.device)
+            target = demonstrated(tokenizer, drawn, ends, model.device)
             total, loss = target.mask.sum(), 0.0
             for batch in batches(target, torch.arange(len(target.mask)), target.mask, plain):
                 logprobs = policy_logprobs(policy_outputs(model, batch, plain), batch, plain)
@@ -110,15 +110,24 @@ def frozen_head(model: Any, config: RunConfig) -> list[nn.Parameter]:
     return [parameter for layer in ends for parameter in layer.parameters()]
 
 
-def demonstrated(tokenizer: Any, prompts: list[Prompt], device: Any) -> Rollout:
+def demonstrated(tokenizer: Any, prompts: list[Prompt], ends: list[int], device: Any) -> Rollout:
     """Return the demonstrations as completions of their prompts, as if they had been sampled."""
     shown = [_demonstrations(prompt) for prompt in prompts]
     texts = [text for some in shown for text in some]
+    of_text = [prompt for prompt, some in zip(prompts, shown, strict=True) for _ in some]
     completions = [
-        Completion(torch.tensor([*own, tokenizer.eos_token_id]), torch.zeros(len(own) + 1), True)
-        for own in _token_ids(tokenizer, texts)
+        Completion(
+            torch.tensor([*own, _end(tokenizer, prompt, ends)]), torch.zeros(len(own) + 1), True
+        )
+        for prompt, own in zip(of_text, _token_ids(tokenizer, texts), strict=True)
     ]
     return rollout_of(prompts, completions, device, list(map(len, shown)))
+
+
+def _end(tokenizer: Any, prompt: Prompt, ends: list[int]) -> int:
+    """Return the end of a turn in the chat template, or of a text."""
+    behind = [*_token_ids(tokenizer, [prompt.turn_end])[0], tokenizer.eos_token_id, *ends]
+    return next(int(token) for token in behind if token in ends)
 
 
 def _is_new(config: RunConfig) -> bool:

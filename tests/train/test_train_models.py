@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from fastrl.train.adapters import attach
 from fastrl.train.config import GrpoConfig, RunConfig
+from fastrl.train.endings import Endings
 from fastrl.train.loading import load, not_finite
 from fastrl.train.policy import batches, completion_logprobs, policy_logprobs, policy_outputs
 from fastrl.train.prompts import encode
@@ -102,8 +103,10 @@ def test_a_model_must_be_finite_keeps_its_end_and_loses_its_sampling_settings(ba
         assert model.model.rotary_emb.inv_freq.dtype == torch.float32
     change(base / "tokenizer_config.json", eos_token=None)
     change(base / "config.json", eos_token_id=None)
-    with pytest.raises(ValueError, match="model must have an end token, got none"):
-        load(str(base), CPU)
+    endless, config = load(str(base), CPU), RunConfig()
+    with pytest.raises(ValueError, match="stop must name at least one token, since the model has"):
+        Endings(*endless, config)
+    assert str(Endings(*endless, replace(config, stop=("7",)))) == "'7'"
     for wrong in ("nan", "-inf"):
         model.model.norm.weight.data[3] = float(wrong)
         model.save_pretrained(base)
@@ -168,7 +171,7 @@ def test_the_warm_start_imitates_the_answers_of_own_prompts(base):
         {"prompt": "c:", "demonstrations": ["1"]},
         {"prompt": "d:", "demonstrations": ["2", "3"]},
     ]
-    target = demonstrated(tokenizer, encode(several, tokenizer, config), CPU)
+    target = demonstrated(tokenizer, encode(several, tokenizer, config), [1], CPU)
     assert target.prompt_of.tolist() == [0, 1, 1]
     short = replace(config, max_new_tokens=5)
     with pytest.raises(ValueError, match="max_new_tokens must be at least 6, which the longest"):

@@ -103,6 +103,14 @@ def test_a_failure_is_of_its_completion_alone(limit):
         assert ("Traceback" in "".join(error.value.__notes__)) == ("raised" in reason)
 
 
+def test_every_answer_of_exact_match_is_checked_before_a_run():
+    texts = [Prompt({"prompt": f"question {i}", "answer": str(i)}, []) for i in range(40)]
+    for wrong in ({}, {"answer": 7}):
+        texts[29] = Prompt({"prompt": "question 29", **wrong}, [])
+        with pytest.raises(RewardError, match=r"must be text, got (None|7) for 'question 29'"):
+            rewards_of("exact_match").probe(texts)
+
+
 def test_functions_are_tried_on_a_few_prompts_before_a_run(own):
     seen, prompts = [], [Prompt({"prompt": str(i)}, []) for i in range(100)]
     own(judge=lambda texts, *_: [1.0 / int(text) for text in texts if not seen.append(text)])

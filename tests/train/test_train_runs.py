@@ -5,6 +5,7 @@ import shutil
 from dataclasses import fields
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
@@ -117,6 +118,18 @@ def test_a_rollout_of_two_turns_learns_only_from_what_was_sampled(small, loop):
 
 
 @pytest.mark.usefixtures("unreported")
+@pytest.mark.parametrize("loop", LOOPS)
+def test_the_gradient_norm_is_the_mean_of_a_steps_updates(small, monkeypatch, loop):
+    clip, norms = torch.nn.utils.clip_grad_norm_, []
+    recorded = lambda *given: norms.append(clip(*given)) or norms[-1]  # noqa: E731
+    small |= {"minibatches": 2, "epochs": 2, "warm_start_steps": 0, "steps": 2}
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", recorded)
+    logged = rows(run(loop, small).directory)[1:]
+    assert [row["grad_norm"] for row in logged] == [
+        pytest.approx(float(sum(some) / 4)) for some in (norms[:4], norms[4:])
+    ]
+
+
 def test_groups_without_information_are_sampled_again(small):
     small |= {"prompts_per_step": 4, "sampling_rounds": 10, "steps": 2}
     logged = rows(run("grpo", small, reward=(f"{REWARDS}:by_record",)).directory)

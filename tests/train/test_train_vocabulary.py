@@ -12,10 +12,12 @@ pytest.importorskip("transformers")
 import transformers
 
 from fastrl.train.config import GrpoConfig
+from fastrl.train.endings import Endings
 from fastrl.train.loading import character_tokenizer, load
 from fastrl.train.prompts import Prompt, encode
-from fastrl.train.remarks import evaluation_remark, remarks
+from fastrl.train.remarks import ending_remark, evaluation_remark, remarks
 from fastrl.train.sampling import Sampler
+from fastrl.train.warm_start import demonstrated
 from tests.train.packed import make_model, padded_logprobs, plain, prompts_of
 from tests.train.runs import run
 
@@ -150,6 +152,29 @@ def test_the_last_checkpoint_of_a_run_is_a_model(small, base):
     assert run("grpo", adapted, model=settings["model"], steps=2, resume=True).step == 2
     with pytest.raises(ValueError, match=r"got 'lora/checkpoints/step-000001': it is an adapter:"):
         run("grpo", small, model="lora", out="third")
+
+
+def test_a_demonstration_ends_where_the_chat_template_ends_an_answer():
+    tokenizer = tokenizer_of()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    records = [{"prompt": p, "answer": "3"} for p in ("1", [{"role": "user", "content": "2"}])]
+    model, _ = make_model("llama")
+    model.resize_token_embeddings(100)
+    for ends, stop, said, last in (
+        ([1, 98], (), 0, 98),
+        ([1], (), 1, 1),
+        ([1], ("<|im_end|>",), 0, 98),
+        ([1], ("_end|>",), 0, 1),
+    ):
+        model.generation_config.eos_token_id = ends
+        config = GrpoConfig(warm_start_steps=1, stop=stop)
+        prompts, endings = encode(records, tokenizer, config), Endings(model, tokenizer, config)
+        lines = list(ending_remark(prompts, tokenizer, endings))
+        assert [line.split(", which")[0].split("with ")[1] for line in lines] == said * [
+            "'<|im_end|>'"
+        ]
+        target = demonstrated(tokenizer, prompts, endings.token_ids, torch.device("cpu"))
+        assert target.token_ids[:, -1].tolist() == [1, last]
 
 
 def test_what_is_said_about_prompts():
