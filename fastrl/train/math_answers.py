@@ -55,8 +55,8 @@ _SAYING = r"[A-Za-z]{3,}|\b(?:am|pm|in|[cdkm]m|mi|ft|yd|oz|lb|[km]?g|m[lL]|[kMG]
 _OF_FORMULAS = "sqrt|sin|cos|tan|log|exp|inf|infinity|mod"
 _UNLIKE = (
     rf"(?i)\b(?:{_OF_FORMULAS}|not|(?:hundred|thousand|million|billion|trillion|dozen)s?|squared"
-    r"|cubed|factorial|half|halves|thirds?|quarters?|(?:four|fif|six|seven|eigh|nin|ten)ths?|plus"
-    r"|times|divided|over)\b|#!|#,? (?:and|or)\b(?! #)"
+    r"|cubed|factorial|half|halves|thirds?|quarters?|fourths?|fifths?|sixths?"
+    r"|sevenths?|eighths?|ninths?|tenths?|plus|times|divided|over)\b|#!|#,? (?:and|or)\b(?! #)"
 )
 _WORDS = (
     rf"(?=.*\b(?!(?:and|or|{_OF_FORMULAS})\b)[^\W\d_]{{3}})"

@@ -54,7 +54,7 @@ def test_the_solutions_are_right(problems):
 def test_no_numbers_of_a_held_out_problem_are_trained(problems):
     train, held_out = ({(kind(r["question"]), numbers(r["question"])) for r in p} for p in problems)
     assert len(problems[0]) == 2000
-    assert len(problems[1]) == 128
-    assert len(held_out) > 100
+    assert len(problems[1]) == 256
+    assert len(held_out) > 200
     assert len({kind for kind, _ in train}) == len({kind for kind, _ in held_out}) == 4
     assert not train & held_out
