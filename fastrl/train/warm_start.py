@@ -18,8 +18,9 @@ from fastrl.train.rollout import Completion, Rollout, rollout_of
 #: Steps for the small new model, and prompts per step, by the embedded task.
 _OF_TASK = {"arithmetic": (700, 64), "long_addition": (1600, 8)}
 _PROMPTS = 16  # per step, of prompts of your own
-_RATE = 3e-3  # of the small new model; others learn at a multiple of the run's learning rate
-_FASTER = 5
+_RATE = 3e-3  # of the small new model
+_FASTER = 5  # than the run, for other models
+_OF_ADAPTERS = 10  # an adapter's learning rate is this multiple of what its model would have
 
 
 def warm_start_steps(config: RunConfig) -> int:
@@ -61,9 +62,10 @@ def warm_start(
     steps = warm_start_steps(config)
     if not steps:
         return
-    rate = _FASTER * config.peak_learning_rate if config.model else _RATE
-    ends = Endings(model, tokenizer, config).token_ids
     adapted = config.lora_rank is not None
+    of_run = config.peak_learning_rate / (_OF_ADAPTERS if adapted else 1)
+    rate = _FASTER * of_run if config.model else _RATE
+    ends = Endings(model, tokenizer, config).token_ids
     with model.base_trained(frozen_head(model, config)) if adapted else nullcontext():
         optimizer = make_optimizer(
             model.parameters(), config, lr=rate, betas=(0.9, 0.98), weight_decay=0.1

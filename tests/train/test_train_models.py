@@ -21,7 +21,7 @@ from fastrl.train.recomputation import save_memory
 from fastrl.train.reference import Reference
 from fastrl.train.reward_model import RewardModel
 from fastrl.train.sampling import Sampler
-from fastrl.train.warm_start import check_warm_start, demonstrated, warm_start
+from fastrl.train.warm_start import check_warm_start, demonstrated, frozen_head, warm_start
 from tests.train.packed import make_rollout
 
 pytestmark = pytest.mark.slow
@@ -149,8 +149,14 @@ def test_the_warm_start_trains_the_weights_below_the_adapter(base):
     model, tokenizer, config = adapted(base, warm_start_steps=5, freeze_head=True)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     records = [{"prompt": f"{i} + {i} =", "demonstrations": [str(2 * i)]} for i in range(6)]
-    losses = list(warm_start(model, tokenizer, encode(records, tokenizer, config), config))
+    config = replace(config, learning_rate=1e-3)
+    prompts = encode(records, tokenizer, config)
+    losses = list(warm_start(model, tokenizer, prompts, config))
     assert losses[-1] < losses[0]
+    own, full = load(str(base), CPU)[0], replace(config, lora_rank=None, learning_rate=1e-4)
+    for parameter in frozen_head(own, full):
+        parameter.requires_grad_(False)
+    assert losses == pytest.approx(list(warm_start(own, tokenizer, prompts, full)), rel=1e-5)
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad == ("lora_" in name)
         fixed = any(part in name for part in ("lora_", "lm_head", "embed"))
