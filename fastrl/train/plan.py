@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from fastrl.integrations.transformers.by_sequence import BY_SEQUENCE
 from fastrl.train.config import GrpoConfig, PpoConfig, RunConfig
 from fastrl.train.model_shape import Sequences, Shape, activations
+from fastrl.train.warm_start import warm_start_steps
 
 GIB = 2**30
 #: Bytes of a chunk of the linear loss, and of a block of converted weights, as in fastrl.ops.
@@ -22,7 +23,7 @@ _NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
 
 
 class Plan(NamedTuple):
-    """The bytes of each part. The peak is in the generation, or somewhere in a minibatch."""
+    """The bytes of each part. The peak is in the generation, a minibatch or the warm start."""
 
     weights: float
     gradients: float
@@ -37,6 +38,7 @@ class Plan(NamedTuple):
     generation_cache: float  # keys and values of the sequences that are generated together
     host_memory: float  # bytes that are in host memory instead
     learning: float  # the peak of a minibatch
+    warm_start: float  # the peak of the supervised steps below an adapter, of all weights
 
     @property
     def generation(self) -> float:
@@ -45,8 +47,8 @@ class Plan(NamedTuple):
 
     @property
     def peak(self) -> float:
-        """The larger of the two peaks."""
-        return max(self.generation, self.learning)
+        """The largest of the peaks."""
+        return max(self.generation, self.learning, self.warm_start)
 
 
 class Minibatch(NamedTuple):
@@ -131,7 +133,19 @@ def plan(config: RunConfig, model: Shape, *, device: str) -> Plan:
     cache = _cache_bytes(config, model)
     learning = weights + optimizer + max(moments)
     parts = (weights, gradients, optimizer, kept, max(layer, of.forward), loss, of_head, update)
-    return Plan(*map(float, (*parts, cache, host, learning)))
+    return Plan(*map(float, (*parts, cache, host, learning, _warm_start(config, device))))
+
+
+def _warm_start(config: RunConfig, device: str) -> float:
+    """Return the peak of supervised steps below an adapter, which train all weights."""
+    if config.lora_rank is None or not warm_start_steps(config):
+        return 0.0
+    changes: dict[str, Any] = {"lora_rank": None, "lora_targets": ("all-linear",)}
+    changes |= {"kl_coef": 0.0}  # the reference comes later
+    if isinstance(config, PpoConfig):
+        changes["kl_target"] = None
+    of_all = replace(config, **changes)
+    return plan(of_all, Shape(of_all), device=device).learning
 
 
 def _chunk_bytes(

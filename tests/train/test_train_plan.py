@@ -180,6 +180,20 @@ def test_what_to_switch_on(tmp_path):
     assert to_fit(config, shape, device="gpu", limit=10_000 * GIB)[0] == {}
 
 
+@pytest.mark.parametrize("loop", [GrpoConfig, PpoConfig])
+def test_the_warm_start_below_an_adapter_trains_all_weights(tmp_path, loop):
+    own = {"model": save(tmp_path), "prompts": ("a.jsonl", "b.jsonl"), "warm_start_steps": 2}
+    lora = {"lora_rank": 2, "lora_targets": ("q_proj",), "kl_coef": 0.1}
+    adapted, full = loop(**own, **lora), loop(**own, kl_coef=0.0)
+    found = plan(adapted, Shape(adapted), device="cpu")
+    of_all = plan(full, Shape(full), device="cpu")
+    assert found.warm_start == of_all.learning > found.learning
+    assert found.peak == max(found.warm_start, found.generation)
+    assert of_all.warm_start == 0
+    unwarmed = replace(adapted, warm_start_steps=0)
+    assert plan(unwarmed, Shape(unwarmed), device="cpu").warm_start == 0
+
+
 def test_the_command_line_prints_the_plan_and_trains_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     arguments = ["grpo", "--plan", "0.001", "--model", save(tmp_path / "model")]
