@@ -114,7 +114,7 @@ def logged(out: Path) -> list[dict]:
 
 
 def table(study: dict) -> str:
-    lines = ["| method | held-out reward before | after | above 0.9 |", HEAD]
+    lines = ["| method | held-out reward before | after | ever above 0.9 |", HEAD]
     for method, seeds in study["curves"].items():
         rewards = [[value for _, value in run["held_out_reward"]] for run in seeds.values()]
         ends = (spread([run[i] for run in rewards]) for i in (0, -1))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from fastrl.integrations.transformers.by_sequence import BY_SEQUENCE
 from fastrl.train.config import GrpoConfig, PpoConfig, RunConfig
 from fastrl.train.model_shape import Sequences, Shape, activations
-from fastrl.train.warm_start import warm_start_steps
+from fastrl.train.warm_start import warm_start_prompts, warm_start_steps
 
 GIB = 2**30
 #: Bytes of a chunk of the linear loss, and of a block of converted weights, as in fastrl.ops.
@@ -141,7 +141,8 @@ def _warm_start(config: RunConfig, device: str) -> float:
     if config.lora_rank is None or not warm_start_steps(config):
         return 0.0
     changes: dict[str, Any] = {"lora_rank": None, "lora_targets": ("all-linear",)}
-    changes |= {"kl_coef": 0.0}  # the reference comes later
+    changes |= {"kl_coef": 0.0, "minibatches": 1}  # the reference comes later
+    changes["prompts_per_step"] = max(config.prompts_per_step, warm_start_prompts(config))
     if isinstance(config, PpoConfig):
         changes["kl_target"] = None
     of_all = replace(config, **changes)

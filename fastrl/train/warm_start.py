@@ -30,6 +30,11 @@ def warm_start_steps(config: RunConfig) -> int:
     return _OF_TASK[config.prompts[0]][0] if _is_new(config) else 0
 
 
+def warm_start_prompts(config: RunConfig) -> int:
+    """Return the number of prompts of a supervised step."""
+    return _OF_TASK.get(config.prompts[0], (0, _PROMPTS))[1]
+
+
 def check_warm_start(prompts: list[Prompt], tokenizer: Any, config: RunConfig) -> None:
     """Raise a `ValueError` if a demonstration is missing, or is too long to be sampled."""
     if not warm_start_steps(config):
@@ -90,7 +95,7 @@ def warm_start(
 
 def _dealt(prompts: list[Prompt], config: RunConfig) -> Iterator[list[Prompt]]:
     """Yield the prompts of each supervised step."""
-    count = _OF_TASK.get(config.prompts[0], (0, _PROMPTS))[1]
+    count = warm_start_prompts(config)
     for step in range(warm_start_steps(config)):
         yield deal(prompts, count=count, step=step, seed=config.seed)
 

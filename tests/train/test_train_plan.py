@@ -184,7 +184,9 @@ def test_what_to_switch_on(tmp_path):
 def test_the_warm_start_below_an_adapter_trains_all_weights(tmp_path, loop):
     own = {"model": save(tmp_path), "prompts": ("a.jsonl", "b.jsonl"), "warm_start_steps": 2}
     lora = {"lora_rank": 2, "lora_targets": ("q_proj",), "kl_coef": 0.1}
-    adapted, full = loop(**own, **lora), loop(**own, kl_coef=0.0)
+    lora |= {"prompts_per_step": 1, "minibatches": 1}  # the warm start has 16 prompts
+    adapted = loop(**own, **lora)
+    full = loop(**own, kl_coef=0.0, prompts_per_step=16, minibatches=1)
     found = plan(adapted, Shape(adapted), device="cpu")
     of_all = plan(full, Shape(full), device="cpu")
     assert found.warm_start == of_all.learning > found.learning
