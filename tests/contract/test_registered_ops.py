@@ -112,6 +112,7 @@ def test_compiled_without_a_graph_break(backend, compiler, call):
         torch.testing.assert_close(traced, eager, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("backend", ["cpu"])
 def test_twenty_lengths_cost_at_most_two_compilations(backend, call):
