@@ -77,7 +77,7 @@ train-real: $(VENV)/.installed-train $(VENV)/.installed-math $(VENV)/.installed-
 WORD_PROBLEMS := --model runs/smollm2 --chat_template system='Solve the problem.' --warm_start_steps 4 \
   --prompts runs/word_problems/train.jsonl runs/word_problems/held_out.jsonl --columns question answer \
   --reward math_verify --max_new_tokens 32 --prompts_per_step 16 --minibatches 1 --temperature 0.7 \
-  --tokens_per_micro_batch 2048 --learning_rate 2e-5 --schedule constant --steps 24 --eval_every 12
+  --tokens_per_micro_batch 2048 --learning_rate 2e-5 --schedule constant --steps 12 --eval_every 12
 
 test: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)
 	$(PYTEST) -m 'not slow' --doctest-modules $(TESTS) $(ARGS)
