@@ -19,7 +19,7 @@ os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 TESTED = os.environ.get("FASTRL_TESTED", "reference cpu").split()
 OF_GPUS = {"triton", "cuda"}
 OF_KERNELS = {*TESTED} <= OF_GPUS
-#: A test of `make test` takes this many seconds, or this share of the time of all tests.
+#: Most seconds of a test of `make test`, or its share of the time of all tests if that is more.
 LONGEST, SHARE = 20, 1 / 40
 DURATIONS = []
 
@@ -45,8 +45,8 @@ def pytest_configure(config):
 
 
 def pytest_runtest_logreport(report):
-    if report.when == "call":
-        DURATIONS.append((report.duration, report.nodeid, "slow" in report.keywords))
+    name = f"{report.when} of {report.nodeid}"
+    DURATIONS.append((report.duration, name, "slow" in report.keywords))
 
 
 def pytest_sessionfinish(session):
@@ -55,10 +55,10 @@ def pytest_sessionfinish(session):
         return
     lines = session.config.get_terminal_writer()
     longest = max(LONGEST, SHARE * sum(seconds for seconds, *_ in DURATIONS))
-    for seconds, test, slow in DURATIONS:
+    for seconds, name, slow in DURATIONS:
         if seconds > longest and not slow:
             lines.line(
-                f"{test} took {seconds:.0f} s, above {longest:.0f}: make it faster or mark it slow"
+                f"{name} took {seconds:.0f} s, above {longest:.0f}: make it faster or mark it slow"
             )
             session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
