@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fastrl import KeptTokens
-from fastrl.integrations.transformers.by_sequence import Layout, Span, make_layout
+from fastrl.integrations.transformers.by_sequence import Layout, make_layout
+from fastrl.integrations.transformers.packing import Row, Unit, ranges, rows_of
 from fastrl.train.config import RunConfig
 from fastrl.train.rollout import Rollout
 
@@ -57,14 +58,6 @@ def normalizer(mask: Tensor, aggregation: str) -> Tensor:
     return counted.sum().clamp(min=1)
 
 
-class _Unit(NamedTuple):
-    """Completions that share their prompt, or one completion with its prompt."""
-
-    prompt: int
-    rows: list[int]
-    tokens: int
-
-
 def micro_batches(
     rollout: Rollout, rows: Tensor, mask: Tensor, *, tokens: int, share_prompts: bool = False
 ) -> Iterator[PackedBatch]:
@@ -81,79 +74,42 @@ def micro_batches(
     ends = torch.where(mask, torch.arange(1, mask.shape[1] + 1, device=mask.device), 0)
     lengths = ends.amax(1).tolist()
     prompt_of = rollout.prompt_of.tolist()
-    units: list[_Unit] = []
+    together: dict[int, list[int]] = {}
     for row in rows.tolist():
         if lengths[row]:
-            prompt = len(rollout.prompts[prompt_of[row]])
-            units.append(_Unit(prompt_of[row], [row], prompt + lengths[row] - 1))
-    if share_prompts:
-        units = list(_shared(units, rollout, tokens))
-    for packed in _first_fit(units, tokens):
-        yield _pack(rollout, packed, mask, lengths)
+            together.setdefault(prompt_of[row] if share_prompts else row, []).append(row)
+    units = [
+        Unit(
+            tuple(some),
+            len(rollout.prompts[prompt_of[some[0]]]),
+            tuple(lengths[i] - 1 for i in some),
+        )
+        for some in together.values()
+    ]
+    for packed in rows_of(units, tokens):
+        yield _pack(rollout, packed, mask, lengths, prompt_of)
 
 
-def _shared(units: list[_Unit], rollout: Rollout, tokens: int) -> Iterator[_Unit]:
-    """Join the units of a prompt, up to ``tokens``."""
-    of_prompt: dict[int, list[_Unit]] = {}
-    for unit in units:
-        of_prompt.setdefault(unit.prompt, []).append(unit)
-    for prompt, parts in of_prompt.items():
-        joined: _Unit | None = None
-        for part in parts:
-            if joined is None:
-                joined = part
-                continue
-            total = joined.tokens + part.tokens - len(rollout.prompts[prompt])
-            if total > tokens:
-                yield joined
-                joined = part
-            else:
-                joined = _Unit(prompt, joined.rows + part.rows, total)
-        if joined is not None:
-            yield joined
-
-
-def _first_fit(units: list[_Unit], tokens: int) -> list[list[_Unit]]:
-    """Return the units in bins: the largest first, each in the first bin with enough room."""
-    bins: list[list[_Unit]] = []
-    room: list[int] = []
-    for unit in sorted(units, key=lambda unit: -unit.tokens):
-        place = next((i for i, free in enumerate(room) if unit.tokens <= free), None)
-        if place is None:
-            place = len(bins)
-            bins.append([])
-            room.append(tokens)
-        bins[place].append(unit)
-        room[place] -= unit.tokens
-    return bins
-
-
-def _pack(rollout: Rollout, units: list[_Unit], mask: Tensor, lengths: list[int]) -> PackedBatch:
-    device, longest = mask.device, mask.shape[1]
-    chosen = [sample for unit in units for sample in unit.rows]
+def _pack(
+    rollout: Rollout, row: Row, mask: Tensor, lengths: list[int], prompt_of: list[int]
+) -> PackedBatch:
+    device, longest, length = mask.device, mask.shape[1], row.tokens
+    chosen = [part.sequence for part in row.parts]
     tokens: list[int] = []  # of the prompts, which follow the completions in `source`
     # of the row: the first position, the place in `source`, the number of tokens
     pieces: list[tuple[int, int, int]] = []
-    places: list[
-        tuple[int, int]
-    ] = []  # of tokens that predict each completion's: the first, how many
-    spans: list[Span] = []
-    source_at = length = 0
-    for unit in units:
-        prompt, start = rollout.prompts[unit.prompt], length
-        end = length = start + len(prompt)
-        pieces.append((0, len(chosen) * longest + len(tokens), len(prompt)))
-        tokens += prompt
-        for sample in unit.rows:
-            begin, size = length, lengths[sample] - 1
-            pieces.append((len(prompt), source_at, size))
-            places += [(end - 1, 1), (begin, size)]
-            if size and len(unit.rows) > 1:
-                spans.append(Span(begin, begin + size, (start, end)))
-            length, source_at = begin + size, source_at + longest
-        spans.append(Span(start, end if len(unit.rows) > 1 else length))
+    # of tokens that predict each completion's: the first, how many
+    places: list[tuple[int, int]] = []
+    for i, part in enumerate(row.parts):
+        if part.leads:
+            prompt = rollout.prompts[prompt_of[part.sequence]]
+            pieces.append((0, len(chosen) * longest + len(tokens), len(prompt)))
+            tokens += prompt
+        begin, size = part.own[0], part.own[1] - part.own[0]
+        pieces.append((len(prompt), i * longest, size))
+        places += [(part.prefix[1] - 1, 1), (begin, size)]
     first, at, sizes = torch.tensor(pieces).unbind(1)
-    joined = [_ranges(first, sizes), _ranges(at, sizes), _ranges(*torch.tensor(places).unbind(1))]
+    joined = [ranges(first, sizes), ranges(at, sizes), ranges(*torch.tensor(places).unbind(1))]
     positions, at, predictors = torch.cat(joined).to(device).split([length, length, len(joined[2])])
 
     samples = torch.tensor(chosen, device=device)
@@ -168,7 +124,7 @@ def _pack(rollout: Rollout, units: list[_Unit], mask: Tensor, lengths: list[int]
     return PackedBatch(
         input_ids=source[at][None],
         position_ids=positions[None],
-        layout=make_layout(spans, device),
+        layout=make_layout(row.spans, device),
         predictors=predictors[scored[before_end]],
         token_ids=completions[scored],
         cu_seqlens=pad(scored.sum(1).cumsum(0), (1, 0)).to(torch.int32),
@@ -176,9 +132,3 @@ def _pack(rollout: Rollout, units: list[_Unit], mask: Tensor, lengths: list[int]
         mask=scored,
         kept=kept,
     )
-
-
-def _ranges(first: Tensor, sizes: Tensor) -> Tensor:
-    """Return ranges of these sizes, each from its first number on, one after another."""
-    before = sizes.cumsum(0) - sizes
-    return torch.arange(int(sizes.sum())) + (first - before).repeat_interleave(sizes)
