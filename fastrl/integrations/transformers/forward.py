@@ -151,22 +151,33 @@ def call_with_forward(model: nn.Module, forward: Callable[..., Result], **inputs
             results.append(forward(*arguments, **inputs))
         return results[-1]
 
-    causal, _once = causal_model(model), _Once()
+    _once = _Once()
+    with calling(model, remembered):
+        returned: Result = model(**inputs)
+    if not results:
+        raise ValueError(
+            f"{type(model).__name__} must call the forward of the "
+            f"{type(causal_model(model)).__name__} in it, but has kept or replaced that forward"
+        )
+    return in_own_dtypes(returned, results[-1])
+
+
+@contextlib.contextmanager
+def calling(model: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Give the causal language model in a model's wrappers another forward, in this thread.
+
+    A `torch.compile` around the model is bypassed.
+    """
+    causal = causal_model(model)
     with contextlib.ExitStack() as stack:
         for context in (
             only_thread_in(causal),
             uncompiled(model),
             calling_inner_models(model),
-            forward_of(causal, remembered),
+            forward_of(causal, forward),
         ):
             stack.enter_context(context)
-        returned: Result = model(**inputs)
-    if not results:
-        raise ValueError(
-            f"{type(model).__name__} must call the forward of the {type(causal).__name__} in it, "
-            "but has kept or replaced that forward"
-        )
-    return in_own_dtypes(returned, results[-1])
+        yield
 
 
 def inside_head(

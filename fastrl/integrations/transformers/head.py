@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from fastrl.integrations.transformers.linear import head_layers
-from fastrl.integrations.transformers.transform import transform_of, vocabulary_of
+from fastrl.integrations.transformers.transform import Transform, transform_of, vocabulary_of
 from fastrl.integrations.transformers.wrappers import causal_model
 from fastrl.ops.linear_token_stats import Lora
+
+#: Most logits with a softcap that exist at once, for their mean.
+_LOGITS = 2**24
 
 
 class LmHead(NamedTuple):
@@ -41,6 +46,46 @@ class LmHead(NamedTuple):
     def arguments(self) -> dict[str, Any]:
         """Return the head as keyword arguments of the linear functions."""
         return self._asdict()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits `[..., V]` in float32, of products in the dtype of the weights."""
+        states = hidden.to(self.weight.dtype)
+        logits = linear(states, self.weight, self.bias).float()
+        if self.lora is not None:
+            a, b, scale = self.lora
+            logits += scale * linear(linear(states.to(a.dtype), a), b).float()
+        return Transform(self.logit_scale, self.logit_softcap)(logits)
+
+    @torch.no_grad()
+    def mean_logits(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return the means `[B, T]` of logits over the vocabulary, in float32, without gradient.
+
+        Without a softcap this is the logit of the mean row of the head. With one, the logits are
+        computed once more, a chunk at a time.
+
+        Args:
+            hidden: last hidden states, `[B, T, H]`.
+            mask: `[B, T]`; the result is 0 where it is false. None means all positions.
+        """
+        if self.logit_softcap is None:
+            means = self._mean_without_softcap(hidden)
+            return means if mask is None else means.masked_fill(~mask, 0.0)
+        if mask is None:
+            mask = torch.ones(hidden.shape[:-1], dtype=torch.bool, device=hidden.device)
+        chunks = hidden[mask].split(max(1, _LOGITS // len(self.weight)))
+        means = torch.cat([self.logits(chunk).mean(-1) for chunk in chunks])
+        return means.new_zeros(mask.shape).masked_scatter(mask, means)
+
+    def _mean_without_softcap(self, hidden: Tensor) -> Tensor:
+        row = self.weight.mean(0, dtype=torch.float32)  # [H]
+        if self.lora is not None:
+            a, b, scale = self.lora
+            row = row + scale * (b.mean(0, dtype=torch.float32)[:, None] * a).sum(0)
+        with torch.autocast(hidden.device.type, enabled=False):
+            means = hidden.float() @ row
+        if self.bias is not None:
+            means = means + self.bias.mean(dtype=torch.float32)
+        return means * self.logit_scale
 
 
 def lm_head(model: nn.Module) -> LmHead:

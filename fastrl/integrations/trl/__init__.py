@@ -27,6 +27,8 @@ def use_fastrl(
     trainer: Any,
     *,
     fused: bool | None = None,
+    packed: bool | None = None,
+    packed_tokens: int | None = None,
     replay_kept_tokens: bool = False,
     backend: Backend = "auto",
 ) -> Handle:
@@ -45,6 +47,13 @@ def use_fastrl(
         trainer: an instance of a supported trainer, before `train()`.
         fused: None computes loss and gradient in one pass where `docs/support.md` says so; True
             requires it; False replaces only log-probabilities and entropies.
+        packed: None runs each micro-batch as one row without padding, in which equal beginnings of
+            sequences, such as the prompt of a group, are computed once, and on the padded batch
+            where that is not possible; a line in the log says which. True requires it; False
+            leaves the padded batch. Positions restart with each sequence, as for one alone.
+        packed_tokens: the most tokens of a row. A micro-batch with more runs in several rows, each
+            of which is computed again in the backward, so that the activations of one row exist
+            at a time. None means one row. On one device only.
         replay_kept_tokens: whether to compute old, reference and new log-probabilities over the
             tokens that `top_p`, `top_k` or `min_p` kept when `transformers` sampled each token.
             They are then the sampler's log-probabilities; TRL's are over the whole vocabulary.
@@ -52,10 +61,11 @@ def use_fastrl(
 
     Returns:
         A `Handle` with `undo()`, which is also a context manager. `fused` tells whether the loss is
-        fused, and `reason` why it is not.
+        fused, and `reason` why it is not; `packed` and `packed_reason` tell the same of rows.
 
     Raises:
         TypeError: `trainer` is of another class; the message names the function that fits it.
+            `packed` or `packed_tokens` is of another type.
         ValueError: the trainer or one of its options is not supported; the trainer is unchanged.
 
     Examples:
@@ -64,4 +74,4 @@ def use_fastrl(
         >>> handle.fused, handle.reason  # doctest: +SKIP
         (True, None)
     """
-    return handle_of(trainer, Choices(fused, replay_kept_tokens, backend))
+    return handle_of(trainer, Choices(fused, packed, packed_tokens, replay_kept_tokens, backend))

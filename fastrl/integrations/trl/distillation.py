@@ -7,12 +7,11 @@ that name, so TRL's code around it stays, and no other trainer is affected.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import fastrl
 from fastrl import Objective, Teacher
@@ -21,13 +20,7 @@ from fastrl.integrations.support import Support
 from fastrl.integrations.transformers import LmHead
 from fastrl.integrations.transformers.forward import inside_head
 from fastrl.integrations.transformers.wrappers import causal_model
-from fastrl.integrations.trl.handle import (
-    Choices,
-    Handle,
-    check_models,
-    refuse_unfused,
-    with_globals,
-)
+from fastrl.integrations.trl.handle import Choices, Handle, refuse_no_teacher, with_globals
 from fastrl.integrations.trl.two_models import Side
 
 _LOSS = "_compute_loss"
@@ -62,43 +55,27 @@ SUPPORT: tuple[Support, ...] = (
 )
 
 
-def distillation_trainer(trainer: Any, base: type, choices: Choices) -> Handle:
-    """Let a `DistillationTrainer`, the `base`, use fastrl."""
-    refuse_unfused(choices, base)
-    if trainer.teacher_model is None:
-        raise ValueError(f"{type(trainer).__name__} has no teacher_model to compare with")
-    own = getattr(base, _LOSS)
-    theirs = getattr(own, "__globals__", {}).get(_DIVERGENCE)
-    if theirs is None or _DIVERGENCE not in own.__code__.co_names:
-        raise ValueError(
-            f"{base.__name__}.{_LOSS} of this version of TRL does not call {_DIVERGENCE}, which "
-            "use_fastrl replaces"
-        )
-    found = tuple(inspect.signature(theirs).parameters)
-    if found[: len(_ARGUMENTS)] != _ARGUMENTS:
-        raise ValueError(
-            f"{_DIVERGENCE} of this version of TRL does not take {', '.join(_ARGUMENTS)}"
-        )
-    check_models(trainer, choices.backend, ("model", "teacher_model"))
-    return DistillationHandle(trainer, choices.backend)
-
-
 class DistillationHandle(Handle):
     """A `DistillationTrainer` that runs on fastrl until `undo()`."""
 
-    def __init__(self, trainer: Any, backend: Backend) -> None:
-        """Replace the loss of the instance."""
-        super().__init__()
-        self._trainer = trainer
-        self._backend = backend
-        own = getattr(trainer, _LOSS)
-        fused = with_globals(own, **{_DIVERGENCE: self._divergence})
-
-        @functools.wraps(own)
-        def loss(student: nn.Module, inputs: dict[str, Any], *given: Any, **options: Any) -> Any:
-            return (own if self.undone else fused)(student, inputs, *given, **options)
-
-        self.replace(trainer, _LOSS, loss)
+    def __init__(self, trainer: Any, base: type, choices: Choices) -> None:
+        """Replace the loss of an instance of the class `base`."""
+        refuse_no_teacher(trainer)
+        own = getattr(base, _LOSS)
+        theirs = getattr(own, "__globals__", {}).get(_DIVERGENCE)
+        if theirs is None or _DIVERGENCE not in own.__code__.co_names:
+            raise ValueError(
+                f"{base.__name__}.{_LOSS} of this version of TRL does not call {_DIVERGENCE}, "
+                "which use_fastrl replaces"
+            )
+        found = tuple(inspect.signature(theirs).parameters)
+        if found[: len(_ARGUMENTS)] != _ARGUMENTS:
+            raise ValueError(
+                f"{_DIVERGENCE} of this version of TRL does not take {', '.join(_ARGUMENTS)}"
+            )
+        super().__init__(trainer, choices)
+        fused = with_globals(getattr(trainer, _LOSS), **{_DIVERGENCE: self._divergence})
+        self.replace_method(_LOSS, fused)
 
     def _divergence(
         self,
@@ -127,13 +104,13 @@ class DistillationHandle(Handle):
                     normalizer,
                     beta=beta,
                     temperature=temperature,
-                    backend=self._backend,
+                    backend=self.backend,
                 )
 
-            teacher = causal_model(self._trainer.teacher_model)
+            teacher = causal_model(self.trainer.teacher_model)
             return inside_head(teacher, with_teacher, teacher_hidden_states)
 
-        student = causal_model(self._trainer.model)
+        student = causal_model(self.trainer.model)
         loss, entropy = inside_head(student, compared, student_hidden_states)
         return loss, entropy, count
 

@@ -14,13 +14,7 @@ from torch import Tensor, nn
 from fastrl.backend import Backend
 from fastrl.integrations.support import Support
 from fastrl.integrations.trl.distillation import distillation_loss
-from fastrl.integrations.trl.handle import (
-    Choices,
-    Handle,
-    LossHandle,
-    check_models,
-    refuse_unfused,
-)
+from fastrl.integrations.trl.handle import Choices, LossHandle
 from fastrl.integrations.trl.two_models import Side, inside_both
 
 
@@ -48,19 +42,12 @@ SUPPORT: tuple[Support, ...] = (
 )
 
 
-def gkd_trainer(trainer: Any, base: type, choices: Choices) -> Handle:
-    """Let a `GKDTrainer` or `GOLDTrainer`, the `base`, use fastrl."""
-    refuse_unfused(choices, base)
-    check_models(trainer, choices.backend, ("model", "teacher_model"), (_ULD,))
-    return GkdHandle(trainer, base, choices.backend)
-
-
 class GkdHandle(LossHandle):
     """A `GKDTrainer` or `GOLDTrainer` that runs on fastrl until `undo()`."""
 
-    def __init__(self, trainer: Any, base: type, backend: Backend) -> None:
-        """Replace the loss of the instance."""
-        super().__init__(trainer, None, backend)
+    def __init__(self, trainer: Any, base: type, choices: Choices) -> None:
+        """Replace the loss of an instance of the class `base`."""
+        super().__init__(trainer, choices, rules=(_ULD,))
         # GKD's `temperature` applies to the sampler alone
         self._uses_temperature = "temperature" in base.compute_loss.__code__.co_names  # type: ignore[attr-defined]
 
@@ -68,13 +55,13 @@ class GkdHandle(LossHandle):
         self, model: nn.Module, inputs: dict[str, Any], count: Tensor | int | None
     ) -> Tensor:
         """Return the mean divergence of a batch."""
-        trainer = self._trainer
+        trainer = self.trainer
         mask = inputs["labels"][:, 1:] != -100
         of_models = {name: inputs[name] for name in ("input_ids", "attention_mask")}
         if hasattr(trainer, "_get_model_forward_kwargs"):  # images and such
             of_models |= trainer._get_model_forward_kwargs(inputs)
         temperature = trainer.temperature if self._uses_temperature else 1.0
-        return mean_divergence(trainer, model, of_models, mask, count, temperature, self._backend)
+        return mean_divergence(trainer, model, of_models, mask, count, temperature, self.backend)
 
 
 def mean_divergence(

@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging
 
 from fastrl.backend import Backend
 from fastrl.integrations.support import Support
 from fastrl.integrations.transformers import lm_head
 from fastrl.integrations.transformers.hooks import has_own_hooks
-from fastrl.integrations.transformers.wrappers import causal_model
+from fastrl.integrations.transformers.wrappers import causal_model, wrappers
+from fastrl.integrations.trl.fused_models import FusedModels, models_of
 from fastrl.integrations.trl.rules import REFUSED
 from fastrl.integrations.undoing import Undoable
 from fastrl.ops.linear_token_stats import linear_token_stats
+
+logger = logging.get_logger(__name__)
+
+#: Name of the handle among the attributes of a trainer.
+_MARK = "_fastrl"
 
 
 class Choices(NamedTuple):
     """The arguments of `use_fastrl`."""
 
-    fused: bool | None
-    replay_kept_tokens: bool
-    backend: Backend
+    fused: bool | None = None
+    packed: bool | None = None
+    packed_tokens: int | None = None
+    replay_kept_tokens: bool = False
+    backend: Backend = "auto"
 
 
 class Handle(Undoable):
@@ -35,6 +45,9 @@ class Handle(Undoable):
     Attributes:
         fused: whether fastrl computes loss and gradient in one pass.
         reason: why it does not do so, or None.
+        trainer: the trainer.
+        backend: the backend that the user asked for.
+        models: its models.
         undone: whether `undo` has been called. If a replaced method was wrapped since then, `undo`
             does not find it, so the method checks this and calls the previous method.
 
@@ -44,13 +57,62 @@ class Handle(Undoable):
         ...     trainer.train()
     """
 
-    def __init__(self, reason: str | None = None) -> None:
-        """Change nothing yet."""
+    #: Whether only log-probabilities can be replaced where the loss could be, too.
+    leaves_loss = False
+    #: Whether TRL calls the models with `fused_lm_head=True`.
+    answers = False
+
+    def __init__(
+        self,
+        trainer: Any,
+        choices: Choices,
+        reason: str | None = None,
+        rules: tuple[Support, ...] = (),
+        unpacked: str | None = None,
+    ) -> None:
+        """Check the trainer, and change nothing yet.
+
+        Args:
+            trainer: the trainer.
+            choices: the arguments of `use_fastrl`.
+            reason: why its loss is not fused, or None.
+            rules: the rules that refuse trainers of this kind.
+            unpacked: why trainers of this kind run on padded batches, or None.
+
+        Raises:
+            ValueError: the trainer or one of its models is not supported.
+        """
+        self._check(trainer, choices, rules)
+        if choices.fused and reason is not None:
+            raise ValueError(f"fused must be None or False: {reason}")
+        if choices.fused is False and reason is None:
+            if not self.leaves_loss:
+                raise ValueError(
+                    f"fused must be None or True for a {type(trainer).__name__}: its loss is a "
+                    "divergence, without log-probabilities of tokens to replace"
+                )
+            reason = "fused is False"
         self.fused = reason is None
         self.reason = reason
+        self.trainer = trainer
+        self.backend = choices.backend
+        self.models = FusedModels(trainer, choices.packed, choices.packed_tokens, unpacked)
         self.undone = False
         self._warned_of_hooks = False
         self._replaced: list[tuple[Any, str, Any, tuple[Any, ...]]] = []
+        trainer.__dict__[_MARK] = self
+        self._warn_of_hooks()
+        _say(self)
+
+    @property
+    def packed(self) -> bool:
+        """Whether models run on rows without padding."""
+        return self.models.packed
+
+    @property
+    def packed_reason(self) -> str | None:
+        """Why they do not, or None."""
+        return self.models.reason
 
     def replace(self, owner: Any, name: str, function: Any) -> None:
         """Set an attribute of an instance until `undo`."""
@@ -58,16 +120,33 @@ class Handle(Undoable):
         self._replaced.append((owner, name, function, previous))
         owner.__dict__[name] = function
 
-    def warn_of_hooks(self, *models: Any) -> None:
-        """Warn once; called at every step, as callbacks may add hooks when training begins."""
-        if not self._warned_of_hooks:
-            self._warned_of_hooks = warn_of_hooks(models)
+    def replace_method(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Replace a method of the trainer, and return its own.
+
+        Models run compiled, packed or both while the function runs, as `FusedModels` says.
+        """
+        own: Callable[..., Any] = getattr(self.trainer, name)
+
+        @functools.wraps(own)
+        def until_undone(*arguments: Any, **options: Any) -> Any:
+            if self.undone:
+                return own(*arguments, **options)
+            self._warn_of_hooks()
+            given = (x for x in (*arguments, *options.values()) if isinstance(x, nn.Module))
+            models = {causal_model(model): model for model in (*models_of(self.trainer), *given)}
+            with self.models.running(*models.values()):
+                return function(*arguments, **options)
+
+        self.replace(self.trainer, name, until_undone)
+        return own
 
     def undo(self) -> None:
         """Restore the trainer's methods; a second call does nothing.
 
         Methods that have been patched since then are kept, and call TRL's.
         """
+        if not self.undone:
+            del self.trainer.__dict__[_MARK]
         self.undone = True
         while self._replaced:
             owner, name, function, previous = self._replaced.pop()
@@ -78,31 +157,46 @@ class Handle(Undoable):
             else:
                 del owner.__dict__[name]
 
+    def _warn_of_hooks(self) -> None:
+        """Warn once; called at every step, as callbacks may add hooks when training begins."""
+        if not self._warned_of_hooks:
+            self._warned_of_hooks = _warn_of_hooks(models_of(self.trainer))
+
+    def _check(self, trainer: Any, choices: Choices, rules: tuple[Support, ...]) -> None:
+        """Refuse a trainer that cannot run on fastrl, and a backend that cannot run."""
+        if _MARK in trainer.__dict__:
+            raise ValueError(
+                f"this {type(trainer).__name__} runs on fastrl: its methods are already replaced; "
+                "undo that first"
+            )
+        for rule in (*REFUSED, *rules):
+            if rule.applies is not None and rule.applies(trainer):
+                raise ValueError(f"use_fastrl does not support {rule.option}: {rule.note}")
+        _check_packed_tokens(trainer, choices)
+        for model in models_of(trainer):
+            lm_head(model)
+            if self.answers and not any(map(_takes_fused_lm_head, wrappers(model))):
+                raise ValueError(
+                    f"the forward of this {type(causal_model(model)).__name__} has no "
+                    "`fused_lm_head`, which use_fastrl answers: this version of TRL computes logits"
+                )
+        one = torch.zeros(1, 1, dtype=torch.float32, device=trainer.accelerator.device)
+        linear_token_stats(one, one, one[0].long(), backend=choices.backend)
+
 
 class LossHandle(Handle):
     """A trainer whose `compute_loss` is replaced, except in calls that ask for the outputs."""
 
-    def __init__(self, trainer: Any, reason: str | None, backend: Backend) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        choices: Choices,
+        reason: str | None = None,
+        rules: tuple[Support, ...] = (),
+    ) -> None:
         """Replace the method of the instance."""
-        super().__init__(reason)
-        self._trainer = trainer
-        self._backend = backend
-        own = trainer.compute_loss
-
-        @functools.wraps(own)
-        def loss(
-            model: nn.Module,
-            inputs: dict[str, Any],
-            return_outputs: bool = False,
-            num_items_in_batch: Tensor | int | None = None,
-        ) -> Any:
-            if self.undone or return_outputs:
-                return own(model, inputs, return_outputs, num_items_in_batch)
-            self._warn_of_hooks()
-            return self.compute_loss(model, inputs, num_items_in_batch)
-
-        self.replace(trainer, "compute_loss", loss)
-        self._warn_of_hooks()
+        super().__init__(trainer, choices, reason, rules)
+        self._own_loss = self.replace_method("compute_loss", self._loss)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], count: Tensor | int | None
@@ -110,58 +204,85 @@ class LossHandle(Handle):
         """Return the loss of a batch; `count` is TRL's `num_items_in_batch`."""
         raise NotImplementedError
 
-    def _warn_of_hooks(self) -> None:
-        self.warn_of_hooks(self._trainer.model, self._trainer.teacher_model)
+    def _loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        if return_outputs:
+            return self._own_loss(model, inputs, return_outputs, num_items_in_batch)
+        return self.compute_loss(model, inputs, num_items_in_batch)
 
 
-def check_models(
-    trainer: Any,
-    backend: Backend,
-    names: tuple[str, ...] = ("model", "ref_model"),
-    rules: tuple[Support, ...] = (),
-) -> None:
-    """Refuse models whose head fastrl cannot read, and a backend that cannot run.
-
-    Args:
-        trainer: the trainer that has the models.
-        backend: the backend that the user asked for.
-        names: attributes of the trainer; missing ones and None are left out.
-        rules: the rules that refuse trainers of this kind.
-
-    Raises:
-        ValueError: a rule refuses the trainer or one of its models.
-    """
-    for rule in (*REFUSED, *rules):
-        if rule.applies is not None and rule.applies(trainer):
-            raise ValueError(f"use_fastrl does not support {rule.option}: {rule.note}")
-    for name in names:
-        if getattr(trainer, name, None) is not None:
-            lm_head(getattr(trainer, name))
-    one = torch.zeros(1, 1, dtype=torch.float32, device=trainer.accelerator.device)
-    linear_token_stats(one, one, one[0].long(), backend=backend)  # raises if it cannot run
+def refuse_no_teacher(trainer: Any) -> None:
+    """Refuse a trainer without a model to compare with."""
+    if trainer.teacher_model is None:
+        raise ValueError(f"{type(trainer).__name__} has no teacher_model to compare with")
 
 
-def warn_of_hooks(models: Iterable[Any]) -> bool:
-    """Warn if the LM head of a model has hooks, and return whether one has; skip None."""
-    heads = [causal_model(m).get_output_embeddings() for m in models if m is not None]  # type: ignore[operator]
+def _check_packed_tokens(trainer: Any, choices: Choices) -> None:
+    if choices.packed not in (None, True, False):
+        raise TypeError(f"packed must be None or a bool, got {type(choices.packed).__name__}")
+    tokens = choices.packed_tokens
+    if tokens is None:
+        return
+    if not isinstance(tokens, int) or isinstance(tokens, bool):
+        raise TypeError(f"packed_tokens must be None or an int, got {type(tokens).__name__}")
+    if tokens < 1:
+        raise ValueError(f"packed_tokens must be at least 1, got {tokens}")
+    if choices.packed is False:
+        raise ValueError(f"packed_tokens must be None with packed=False, got {tokens}")
+    if trainer.accelerator.num_processes > 1:
+        raise ValueError(
+            f"packed_tokens must be None on {trainer.accelerator.num_processes} processes, got "
+            f"{tokens}: ranks would call their layers a different number of times"
+        )
+
+
+def _say(handle: Handle) -> None:
+    """Log once whether the models are packed, and what keeps completions from sharing prompts."""
+    if not handle.trainer.accelerator.is_main_process:
+        return
+    name = type(handle.trainer).__name__
+    if handle.packed_reason is not None:
+        logger.warning(f"{name} runs on padded batches: {handle.packed_reason}")
+        return
+    parts = getattr(handle.trainer.args, "steps_per_generation", None) or 1
+    lost = ""
+    if parts > 1:
+        size = handle.trainer.args.per_device_train_batch_size * parts
+        lost = (
+            f". TRL spreads the completions of a prompt over {parts} batches, and only those in "
+            f"one batch share it: per_device_train_batch_size={size} with steps_per_generation=1 "
+            "keeps them together, and packed_tokens bounds the memory"
+        )
+    logger.warning(f"{name} runs on packed rows without padding{lost}")
+
+
+def _warn_of_hooks(models: Iterable[Any]) -> bool:
+    """Warn if the LM head of a model has hooks, and return whether one has."""
+    heads = [causal_model(model).get_output_embeddings() for model in models]  # type: ignore[operator]
     found = [type(head).__name__ for head in heads if has_own_hooks(head)]
     if found:
         warnings.warn(
             f"hooks on the LM head ({', '.join(dict.fromkeys(found))}) do not fire in this "
             "trainer's losses and log-probabilities, which are computed without logits; hooks on "
             "the model, its backbone and its layers do",
-            stacklevel=8,  # the call of use_fastrl
+            stacklevel=7,  # the call of use_fastrl
         )
     return bool(found)
 
 
-def refuse_unfused(choices: Choices, base: type) -> None:
-    """Refuse `fused=False` for a trainer whose loss can only be replaced as a whole."""
-    if choices.fused is False:
-        raise ValueError(
-            f"fused must be None or True for a {base.__name__}: its loss is a divergence, without "
-            "log-probabilities of tokens to replace"
-        )
+def _takes_fused_lm_head(module: nn.Module) -> bool:
+    function = inspect.unwrap(module.forward, stop=lambda own: "fused_lm_head" in _names_in(own))
+    return "fused_lm_head" in _names_in(function)
+
+
+def _names_in(function: Any) -> tuple[str, ...]:
+    code = getattr(function, "__code__", None)
+    return () if code is None else code.co_varnames
 
 
 def with_globals(function: Any, **names: Any) -> Any:

@@ -13,17 +13,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fastrl.backend import Backend
 from fastrl.integrations.support import Support
 from fastrl.integrations.transformers import LmHead, inside_forward
 from fastrl.integrations.trl.gkd import mean_divergence
-from fastrl.integrations.trl.handle import (
-    Choices,
-    Handle,
-    LossHandle,
-    check_models,
-    with_globals,
-)
+from fastrl.integrations.trl.handle import Choices, LossHandle, refuse_no_teacher, with_globals
 from fastrl.integrations.trl.two_models import Side
 from fastrl.ops.linear_token_stats import linear_token_logprobs
 
@@ -71,25 +64,6 @@ SUPPORT: tuple[Support, ...] = (
 )
 
 
-def iw_opd_trainer(trainer: Any, base: type, choices: Choices) -> Handle:
-    """Let an `IWOPDTrainer`, the `base`, use fastrl."""
-    check_models(trainer, choices.backend, ("model", "teacher_model"), _REFUSED)
-    if trainer.teacher_model is None:
-        raise ValueError(f"{type(trainer).__name__} has no teacher_model to compare with")
-    reason = "TRL weights the log-probabilities of the tokens" if _is_of_tokens(trainer) else None
-    if choices.fused is not None and choices.fused != (reason is None):
-        raise ValueError(
-            f"fused must be None or {reason is None} for {base.__name__} with "
-            f"distillation_objective={trainer.distillation_objective!r}"
-        )
-    if "log_softmax" not in getattr(base, _OF_TOKENS).__code__.co_names:
-        raise ValueError(
-            f"{base.__name__}.{_OF_TOKENS} of this version of TRL does not call F.log_softmax, "
-            "which use_fastrl replaces"
-        )
-    return IwOpdHandle(trainer, reason, choices.backend)
-
-
 class _KnownLogprobs:
     """A stand-in for the logits, which TRL's code divides, normalizes and gathers from."""
 
@@ -107,9 +81,16 @@ class _KnownLogprobs:
 class IwOpdHandle(LossHandle):
     """An `IWOPDTrainer` that runs on fastrl until `undo()`."""
 
-    def __init__(self, trainer: Any, reason: str | None, backend: Backend) -> None:
-        """Replace the loss of the instance."""
-        super().__init__(trainer, reason, backend)
+    def __init__(self, trainer: Any, base: type, choices: Choices) -> None:
+        """Replace the loss of an instance of the class `base`."""
+        if "log_softmax" not in getattr(base, _OF_TOKENS).__code__.co_names:
+            raise ValueError(
+                f"{base.__name__}.{_OF_TOKENS} of this version of TRL does not call F.log_softmax, "
+                "which use_fastrl replaces"
+            )
+        weights = "TRL weights the log-probabilities of the tokens"
+        super().__init__(trainer, choices, weights if _is_of_tokens(trainer) else None, _REFUSED)
+        refuse_no_teacher(trainer)
         normalized = SimpleNamespace(log_softmax=lambda known, dim: known)
         self._of_tokens = with_globals(getattr(trainer, _OF_TOKENS), F=normalized)
 
@@ -117,7 +98,7 @@ class IwOpdHandle(LossHandle):
         self, model: nn.Module, inputs: dict[str, Any], count: Tensor | int | None
     ) -> Tensor:
         """Return the loss of a batch; TRL logs its metrics."""
-        trainer = self._trainer
+        trainer = self.trainer
         trainer._raise_if_local_teacher_tokenizer_mismatch()
         start = trainer._compute_prompt_length(inputs)
         labels, token_ids = inputs["labels"][:, start:], inputs["input_ids"][:, start:]
@@ -126,7 +107,7 @@ class IwOpdHandle(LossHandle):
         if not _is_of_tokens(trainer):
             temperature = trainer.temperature
             return mean_divergence(
-                trainer, model, of_models, mask, count, temperature, self._backend
+                trainer, model, of_models, mask, count, temperature, self.backend
             )
 
         def score(hidden: Tensor, head: LmHead) -> Tensor:
@@ -135,7 +116,7 @@ class IwOpdHandle(LossHandle):
                 token_ids=token_ids,
                 temperature=trainer.temperature,
                 mask=mask,
-                backend=self._backend,
+                backend=self.backend,
                 **head.arguments(),
             )
 

@@ -15,12 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fastrl.integrations.support import Support
-from fastrl.integrations.transformers.forward import call_with_forward
-from fastrl.integrations.transformers.transform import prove
-from fastrl.integrations.transformers.wrappers import causal_model, is_compiled, wrappers
-from fastrl.integrations.trl.fused_forward import answer
-from fastrl.integrations.trl.handle import Choices, Handle, check_models
-from fastrl.integrations.trl.scoring import CompiledBackbones
+from fastrl.integrations.trl.handle import Choices, Handle
 from fastrl.integrations.trl.token_outputs import token_outputs
 
 #: Sequence log-probabilities of chosen and rejected, their logits, and the loss of the chosen.
@@ -49,53 +44,28 @@ SUPPORT: tuple[Support, ...] = (
 )
 
 
-def logits_trainer(trainer: Any, base: type, choices: Choices) -> LogitsHandle:
-    """Let a trainer of the class `base`, one of `_METHODS`, use fastrl."""
-    return logits_handle(trainer, base, _METHODS[base.__name__], choices)
-
-
-def logits_handle(trainer: Any, base: type, method: Method, choices: Choices) -> LogitsHandle:
-    """Let a trainer of the class `base` use fastrl in one of its methods."""
-    found = tuple(inspect.signature(getattr(base, method.name)).parameters)[1:]
-    if found != method.arguments:
-        raise ValueError(
-            f"{base.__name__}.{method.name} of this version of TRL takes {', '.join(found)}, not "
-            f"{', '.join(method.arguments)}"
-        )
-    check_models(trainer, choices.backend, rules=(_PROMPTS,))
-    reason = f"TRL computes the loss of a {base.__name__}, from log-probabilities"
-    if choices.fused:
-        raise ValueError(f"fused must be None or False: {reason}")
-    return LogitsHandle(trainer, reason, method, choices)
-
-
 class LogitsHandle(Handle):
     """A trainer that computes log-probabilities with fastrl until `undo()`.
 
     Attributes:
         fused: False.
-        reason: why it is False.
-        trainer: the trainer.
         own: the replaced method of the trainer.
     """
 
-    def __init__(self, trainer: Any, reason: str, method: Method, choices: Choices) -> None:
-        """Replace the method that calls the models."""
-        super().__init__(reason)
-        self.trainer = trainer
-        self._backend = choices.backend
-        self._compiled = CompiledBackbones(trainer)
-        self.own = own = getattr(trainer, method.name)
-
-        @functools.wraps(own)
-        def replaced(*arguments: Any, **options: Any) -> Any:
-            if self.undone:
-                return own(*arguments, **options)
-            self._warn_of_hooks()
-            return method.function(self, *arguments, **options)
-
-        self.replace(trainer, method.name, replaced)
-        self._warn_of_hooks()
+    def __init__(
+        self, trainer: Any, base: type, choices: Choices, method: Method | None = None
+    ) -> None:
+        """Replace the method that calls the models of an instance of the class `base`."""
+        name, arguments, function, unpacked = method or _METHODS[base.__name__]
+        found = tuple(inspect.signature(getattr(base, name)).parameters)[1:]
+        if found != arguments:
+            raise ValueError(
+                f"{base.__name__}.{name} of this version of TRL takes {', '.join(found)}, not "
+                f"{', '.join(arguments)}"
+            )
+        reason = f"TRL computes the loss of a {base.__name__}, from log-probabilities"
+        super().__init__(trainer, choices, reason, (_PROMPTS,), unpacked)
+        self.own = self.replace_method(name, functools.partial(function, self))
 
     def outputs(
         self,
@@ -115,22 +85,14 @@ class LogitsHandle(Handle):
             names: names of outputs of `token_outputs`.
             mean_of_all: whether `mean_logits` are computed even where a token is -100.
         """
-        prove(model)
-        causal = causal_model(model)
-        compiled = any(is_compiled(wrapper) for wrapper in wrappers(model))
-        run = self._compiled.backbone(causal, compiled=compiled)
         score = functools.partial(
             token_outputs,
             self.trainer,
             wanted=names,
-            backend=self._backend,
+            backend=self.backend,
             mean_of_all=mean_of_all,
         )
-        forward = functools.partial(answer, self.trainer, causal, run, score)
-        return call_with_forward(model, forward, shift_labels=token_ids, **inputs)
-
-    def _warn_of_hooks(self) -> None:
-        self.warn_of_hooks(self.trainer.model, getattr(self.trainer, "ref_model", None))
+        return self.models.call(model, score, shift_labels=token_ids, **inputs)
 
 
 def _a2po(
@@ -255,14 +217,17 @@ class Method(NamedTuple):
     name: str
     arguments: tuple[str, ...]
     function: Callable[..., Any]
+    unpacked: str | None = None  # why its models run on padded batches
 
 
 _SEQUENCES = ("model", "input_ids", "attention_mask", "logits_to_keep")
 _PROMPT = ("model", "prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+_PADDING = "TRL reads values of padding tokens, which packed rows do not have"
+_PAIRS = ("model", "batch")
 
 _METHODS = {
     "A2POTrainer": Method("_get_sequence_logps", _SEQUENCES, _a2po),
-    "OnlineDPOTrainer": Method("_forward", (*_PROMPT, "vision_inputs"), _online_dpo),
-    "CPOTrainer": Method("concatenated_forward", ("model", "batch"), _cpo),
-    "ORPOTrainer": Method("concatenated_forward", ("model", "batch"), _orpo),
+    "OnlineDPOTrainer": Method("_forward", (*_PROMPT, "vision_inputs"), _online_dpo, _PADDING),
+    "CPOTrainer": Method("concatenated_forward", _PAIRS, _cpo, _PADDING),
+    "ORPOTrainer": Method("concatenated_forward", _PAIRS, _orpo, _PADDING),
 }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from fastrl.backend import Backend
 from fastrl.integrations.transformers import LmHead
 from fastrl.integrations.trl.replay import KEPT
 from fastrl.integrations.trl.rules import is_rloo, objective_of
-from fastrl.integrations.trl.scoring import Scorer, Scores, precision_of_head, token_scorer
+from fastrl.integrations.trl.token_outputs import precision_of_head, token_outputs
 
 #: Inputs of the loss that a batch may hold; TRL computes the loss of a batch with any others.
 LOSS_INPUTS = frozenset(
@@ -57,23 +58,43 @@ def can_be_fused(inputs: dict[str, Any]) -> bool:
     return known.issuperset(name for name, value in inputs.items() if value is not None)
 
 
-def loss_scorer(
-    trainer: Any, inputs: dict[str, Any], temperature: float, backend: Backend
-) -> Scorer:
-    """Return a function that computes a batch's loss, log-probabilities and entropies `[B, K]`."""
-    scorer = _rloo_scorer if is_rloo(trainer) else _grpo_scorer
-    return scorer(trainer, inputs, temperature, backend)
+def loss_of(
+    trainer: Any,
+    inputs: dict[str, Any],
+    temperature: float,
+    backend: Backend,
+    kept: KeptTokens | None,
+) -> Callable[[Tensor, LmHead], dict[str, Tensor]]:
+    """Return a function that computes a batch's `loss`, `log_probs` and `entropy` `[B, K]`.
+
+    Its arguments are the hidden states `[B, K, H]` that predict the completions, and the head.
+    """
+    if is_rloo(trainer):
+        return _rloo_loss(trainer, inputs, temperature, backend, kept)
+    return _grpo_loss(trainer, inputs, temperature, backend, kept)
 
 
-def _rloo_scorer(
-    trainer: Any, inputs: dict[str, Any], temperature: float, backend: Backend
-) -> Scorer:
+def _rloo_loss(
+    trainer: Any,
+    inputs: dict[str, Any],
+    temperature: float,
+    backend: Backend,
+    kept: KeptTokens | None,
+) -> Callable[[Tensor, LmHead], dict[str, Tensor]]:
     objective = objective_of(trainer)
-    of_tokens = token_scorer(trainer, temperature, backend, with_entropy=True)
+    token_ids = inputs["completion_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
+    of_tokens = token_outputs(
+        trainer,
+        token_ids,
+        ("log_probs", "entropy"),
+        temperature=temperature,
+        backend=backend,
+        kept=kept,
+    )
 
-    def scorer(hidden: Tensor, token_ids: Tensor, head: LmHead, kept: KeptTokens | None) -> Scores:
-        _, logprobs, entropy = of_tokens(hidden, token_ids, head, kept)
-        of_sequences = logprobs.sum(1, keepdim=True)  # [B, 1]; 0 where masked
+    def compute(hidden: Tensor, head: LmHead) -> dict[str, Tensor]:
+        found = of_tokens(hidden, head)
+        of_sequences = found["log_probs"].sum(1, keepdim=True)  # [B, 1]; 0 where masked
         loss = fastrl.policy_loss(
             of_sequences,
             advantages=inputs["advantages"],
@@ -81,18 +102,22 @@ def _rloo_scorer(
             old_logprobs=inputs["old_logps"][:, None],
             objective=objective,
         ).loss
-        return Scores(loss, logprobs.detach(), None if entropy is None else entropy.detach())
+        return {"loss": loss} | {name: x.detach() for name, x in found.items()}
 
-    return scorer
+    return compute
 
 
-def _grpo_scorer(
-    trainer: Any, inputs: dict[str, Any], temperature: float, backend: Backend
-) -> Scorer:
+def _grpo_loss(
+    trainer: Any,
+    inputs: dict[str, Any],
+    temperature: float,
+    backend: Backend,
+    kept: KeptTokens | None,
+) -> Callable[[Tensor, LmHead], dict[str, Tensor]]:
     mask = loss_mask(inputs)
     objective = objective_of(trainer)
 
-    def scorer(hidden: Tensor, _: Tensor, head: LmHead, kept: KeptTokens | None) -> Scores:
+    def compute(hidden: Tensor, head: LmHead) -> dict[str, Tensor]:
         with precision_of_head(trainer):
             result = fastrl.linear_policy_loss(
                 hidden,
@@ -110,9 +135,11 @@ def _grpo_scorer(
                 kept=kept,
                 **head.arguments(),
             )
-        return Scores(result.loss, _unscored(result.logprobs, inputs), result.entropy)
+        logprobs = _unscored(result.logprobs, inputs)
+        entropy = cast("Tensor", result.entropy)
+        return {"loss": result.loss, "log_probs": logprobs, "entropy": entropy}
 
-    return scorer
+    return compute
 
 
 def loss_mask(inputs: dict[str, Any]) -> Tensor:

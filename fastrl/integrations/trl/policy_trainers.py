@@ -8,20 +8,22 @@ metric, the share of log-ratios that saturate in the fused loss where TRL's woul
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
-from fastrl.backend import Backend
-from fastrl.integrations.trl.handle import Choices, Handle, check_models
-from fastrl.integrations.trl.loss import accumulated, can_be_fused, loss_scorer
-from fastrl.integrations.trl.replay import Replay
+from fastrl import KeptTokens
+from fastrl.integrations.transformers import LmHead
+from fastrl.integrations.trl.handle import Choices, Handle
+from fastrl.integrations.trl.loss import accumulated, can_be_fused, loss_of
+from fastrl.integrations.trl.replay import Replay, kept_of
 from fastrl.integrations.trl.rules import OWN_LOSS, PRIMITIVE, why_not_fused
 from fastrl.integrations.trl.saturation import (
     count_saturated,
@@ -29,7 +31,7 @@ from fastrl.integrations.trl.saturation import (
     log_saturated,
     warn_of_saturation,
 )
-from fastrl.integrations.trl.scoring import CompiledBackbones, ScoredModel, Scorer, token_scorer
+from fastrl.integrations.trl.token_outputs import token_outputs
 
 _SCORES = "_get_per_token_logps_and_entropies"
 _LOSS = "_compute_loss"
@@ -45,21 +47,6 @@ _ARGUMENTS = (
 
 #: The number of calls that compare the fused loss with TRL's value, which is computed anyway.
 _COMPARED_CALLS = 16
-
-
-def policy_trainer(trainer: Any, base: type, choices: Choices) -> PolicyHandle:
-    """Let a `GRPOTrainer` or `RLOOTrainer`, the `base`, use fastrl."""
-    _refuse_other_methods(trainer, base)
-    check_models(trainer, choices.backend)
-    reason = why_not_fused(trainer, (OWN_LOSS, *PRIMITIVE))
-    if choices.fused and reason is not None:
-        raise ValueError(f"fused must be None or False: {reason}")
-    if choices.fused is False:
-        reason = "fused is False"
-    replay = Replay(trainer) if choices.replay_kept_tokens else None
-    if replay is None:
-        _warn_of_kept_tokens(trainer)
-    return PolicyHandle(trainer, reason, choices.backend, replay)
 
 
 def _warn_of_kept_tokens(trainer: Any) -> None:
@@ -79,52 +66,35 @@ def _warn_of_kept_tokens(trainer: Any) -> None:
 
 
 class PolicyHandle(Handle):
-    """A trainer that runs on fastrl until `undo()` or the end of a `with` block.
+    """A `GRPOTrainer` or `RLOOTrainer` that runs on fastrl until `undo()`.
 
     Attributes:
         fused: whether fastrl computes loss and gradient. TRL still computes the loss of a batch
             with unknown inputs, and of every batch while a callback has set an option that cannot
             be fused.
-        reason: why the loss is not fused, or None.
     """
 
-    def __init__(
-        self, trainer: Any, reason: str | None, backend: Backend, replay: Replay | None
-    ) -> None:
+    leaves_loss = True
+    answers = True
+
+    def __init__(self, trainer: Any, base: type, choices: Choices) -> None:
         """Replace the methods of the instance."""
-        super().__init__(reason)
-        self._trainer = trainer
-        self._backend = backend
-        self._replay = replay
+        _refuse_other_methods(trainer, base)
+        super().__init__(trainer, choices, why_not_fused(trainer, (OWN_LOSS, *PRIMITIVE)))
+        self._replay = replay = Replay(trainer) if choices.replay_kept_tokens else None
+        if replay is None:
+            _warn_of_kept_tokens(trainer)
         self._temperature = trainer.temperature  # TRL also reads it once
         self._fusing: dict[str, Any] | None = None  # the batch whose loss is being computed
         self._outputs: Any = None  # the model's outputs for that batch
-        self._compiled = CompiledBackbones(trainer)
         self._comparisons = 0
         self._warned_of_saturation = False
-        self._scores = getattr(trainer, _SCORES)
+        self._scores = self.replace_method(_SCORES, self._score)
         self._loss = getattr(trainer, _LOSS)
-
-        @functools.wraps(self._scores)
-        def scores(*arguments: Any, **options: Any) -> Any:
-            return self._score(*arguments, **options)
-
-        @functools.wraps(self._loss)
-        def loss(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-            compute = self._fused if self.fused else self._loss
-            if replay is None or self.undone:
-                return compute(model, inputs)
-            with replay.of_batch(inputs):
-                return compute(model, inputs)
-
-        methods: dict[str, Any] = {_SCORES: scores}
         if self.fused or replay is not None:
-            methods[_LOSS] = loss
-        if replay is not None:
-            methods |= replay.methods
-        for name, function in methods.items():
+            self.replace_method(_LOSS, self._compute_loss)
+        for name, function in ({} if replay is None else replay.methods).items():
             self.replace(trainer, name, function)
-        self._warn_of_hooks()
 
     def undo(self) -> None:
         """Restore the trainer's methods; a second call does nothing.
@@ -145,48 +115,70 @@ class PolicyHandle(Handle):
         compute_entropy: bool = False,
         **options: Any,
     ) -> Any:
-        """Run TRL's method on a model whose forward uses fastrl."""
-        scored = None
-        if not self.undone:
-            self._warn_of_hooks()
-            scorer = self._scorer(with_entropy=compute_entropy)
-            sets = None if self._replay is None else self._replay.sets(len(input_ids))
-            scored = ScoredModel(self._trainer, model, logits_to_keep, scorer, self._compiled, sets)
-        result = self._scores(
-            model if scored is None else scored,
-            input_ids,
-            attention_mask,
-            logits_to_keep,
-            batch_size=batch_size,
-            compute_entropy=compute_entropy,
-            **options,
-        )
-        if scored is None:
-            return result
-        if not scored.outputs or (self._fusing is not None and len(scored.outputs) != 1):
+        """Run TRL's method, whose calls of the model fastrl answers for the last K tokens."""
+        sets = None if self._replay is None else self._replay.sets(len(input_ids))
+
+        def score(token_ids: Tensor) -> Callable[[Tensor, LmHead], dict[str, Tensor]]:
+            nonlocal sets
+            token_ids = token_ids[:, -logits_to_keep:]
+            kept = None
+            if sets is not None:  # TRL splits the batch, and keeps its order
+                kept, sets = kept_of(sets[: len(token_ids)], token_ids), sets[len(token_ids) :]
+            compute = self._of_tokens(token_ids, kept, with_entropy=compute_entropy)
+
+            def padded(hidden: Tensor, head: LmHead) -> dict[str, Tensor]:
+                before = hidden.shape[1] - logits_to_keep
+                found = compute(hidden[:, before:], head)
+                return {name: pad(x, (before, 0)) if x.ndim else x for name, x in found.items()}
+
+            return padded
+
+        with self.models.answering(model, score) as outputs:
+            result = self._scores(
+                model,
+                input_ids,
+                attention_mask,
+                logits_to_keep,
+                batch_size=batch_size,
+                compute_entropy=compute_entropy,
+                **options,
+            )
+        if not outputs or (self._fusing is not None and len(outputs) != 1):
             raise RuntimeError(
-                f"this version of TRL calls its model {len(scored.outputs)} times for a batch, not "
-                "once; use_fastrl(trainer, fused=False) leaves the loss to TRL"
+                f"this version of TRL calls its model {len(outputs)} times with "
+                "`fused_lm_head=True` for a batch, not once; use_fastrl(trainer, fused=False) "
+                "leaves the loss to TRL"
             )
         if self._fusing is not None:
-            self._outputs = scored.outputs[0]
+            self._outputs = outputs[0]
         return result
 
-    def _scorer(self, *, with_entropy: bool) -> Scorer:
-        choices = (self._temperature, self._backend)
+    def _of_tokens(
+        self, token_ids: Tensor, kept: KeptTokens | None, *, with_entropy: bool
+    ) -> Callable[[Tensor, LmHead], dict[str, Tensor]]:
         if self._fusing is not None:
-            return loss_scorer(self._trainer, self._fusing, *choices)
-        return token_scorer(self._trainer, *choices, with_entropy=with_entropy)
+            return loss_of(self.trainer, self._fusing, self._temperature, self.backend, kept)
+        return token_outputs(
+            self.trainer,
+            token_ids,
+            ("log_probs", "entropy") if with_entropy else ("log_probs",),
+            temperature=self._temperature,
+            backend=self.backend,
+            kept=kept,
+        )
+
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        compute = self._fused if self.fused else self._loss
+        if self._replay is None:
+            return compute(model, inputs)
+        with self._replay.of_batch(inputs):
+            return compute(model, inputs)
 
     def _fused(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        if self.undone:
-            return self._loss(model, inputs)  # type: ignore[no-any-return]
-        if not can_be_fused(inputs) or why_not_fused(self._trainer) is not None:
+        if not can_be_fused(inputs) or why_not_fused(self.trainer) is not None:
             loss: Tensor = self._loss(model, inputs)
-            if has_ratios(self._trainer, inputs):  # other ranks may add up their counts
-                log_saturated(
-                    self._trainer, torch.zeros(2, dtype=torch.float32, device=loss.device)
-                )
+            if has_ratios(self.trainer, inputs):  # other ranks may add up their counts
+                log_saturated(self.trainer, torch.zeros(2, dtype=torch.float32, device=loss.device))
             return loss
         self._fusing = inputs
         try:
@@ -196,24 +188,21 @@ class PolicyHandle(Handle):
         finally:
             self._fusing = self._outputs = None
         fraction = 0.0
-        if has_ratios(self._trainer, inputs):
+        if has_ratios(self.trainer, inputs):
             logprobs = outputs.log_probs[:, -inputs["completion_ids"].shape[1] :]
-            saturated = count_saturated(self._trainer, inputs, logprobs)
+            saturated = count_saturated(self.trainer, inputs, logprobs)
             # TRL has just read its metrics from the device, so one more read causes no wait
-            fraction = log_saturated(self._trainer, saturated)
+            fraction = log_saturated(self.trainer, saturated)
         loss = outputs.loss
         if outputs.aux_loss is not None:
-            weight = self._trainer.router_aux_loss_coef / accumulated(self._trainer)
+            weight = self.trainer.router_aux_loss_coef / accumulated(self.trainer)
             loss = loss + weight * outputs.aux_loss
         if fraction == 0:
             self._compare(loss, theirs)
         elif not self._warned_of_saturation:
             self._warned_of_saturation = True
-            warn_of_saturation(self._trainer, fraction)
+            warn_of_saturation(self.trainer, fraction)
         return loss
-
-    def _warn_of_hooks(self) -> None:
-        self.warn_of_hooks(self._trainer.model, getattr(self._trainer, "ref_model", None))
 
     def _compare(self, fused: Tensor, trls: Tensor) -> None:
         if self._comparisons >= _COMPARED_CALLS:

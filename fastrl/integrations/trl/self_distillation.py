@@ -8,24 +8,16 @@ and averages the numbers, and logs its metrics.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from fastrl import Teacher
-from fastrl.backend import Backend
 from fastrl.integrations.support import Support
 from fastrl.integrations.transformers import LmHead, inside_forward, lm_head
 from fastrl.integrations.transformers.wrappers import causal_model
-from fastrl.integrations.trl.handle import (
-    Choices,
-    Handle,
-    check_models,
-    with_globals,
-)
+from fastrl.integrations.trl.handle import Choices, Handle, with_globals
 from fastrl.integrations.trl.top_tokens import top_k_teacher
 from fastrl.integrations.trl.two_models import Side, inside_both
 from fastrl.ops.linear_token_stats import linear_token_stats
@@ -60,21 +52,6 @@ SUPPORT: tuple[Support, ...] = (
     ),
     _SERVER,
 )
-
-
-def self_distillation_trainer(trainer: Any, base: type, choices: Choices) -> Handle:
-    """Let an `SDFTTrainer` or `SDPOTrainer`, the `base`, use fastrl."""
-    if choices.fused:
-        raise ValueError(f"fused must be None or False for a {base.__name__}: {_REASON}")
-    check_models(trainer, choices.backend, ("model", "teacher_model"), (_SERVER,))
-    functions = getattr(base, METHODS[1]).__globals__
-    missing = [name for name in (_TOKENS, _SAMPLED, _FULL, _TOP_K) if name not in functions]
-    if missing:
-        raise ValueError(
-            f"{base.__name__} of this version of TRL does not call {', '.join(missing)}, which "
-            "use_fastrl replaces"
-        )
-    return SelfDistillationHandle(trainer, choices.backend)
 
 
 _REASON = "TRL weights the divergences of the tokens"
@@ -113,34 +90,27 @@ class NoLogits:
 class SelfDistillationHandle(Handle):
     """An `SDFTTrainer` or `SDPOTrainer` that runs on fastrl until `undo()`."""
 
-    def __init__(self, trainer: Any, backend: Backend) -> None:
-        """Replace the methods of the instance that call models or read logits."""
-        super().__init__(_REASON)
-        self._trainer = trainer
-        self._backend = backend
+    def __init__(self, trainer: Any, base: type, choices: Choices) -> None:
+        """Replace the methods that call models or read logits."""
+        functions = getattr(base, METHODS[1]).__globals__
+        missing = [name for name in (_TOKENS, _SAMPLED, _FULL, _TOP_K) if name not in functions]
+        if missing:
+            raise ValueError(
+                f"{base.__name__} of this version of TRL does not call {', '.join(missing)}, "
+                "which use_fastrl replaces"
+            )
+        super().__init__(trainer, choices, _REASON, (_SERVER,))
         for name in _READERS:
             if hasattr(trainer, name):
                 own = getattr(trainer, name)
-                self._replace(name, with_globals(own, **self._functions(own)))
-        self._replace(_FORWARD, self._no_logits)
-        forwards = getattr(trainer, _FORWARDS)
+                self.replace_method(name, with_globals(own, **self._functions(own)))
+        self.replace_method(_FORWARD, self._no_logits)
+        self._forwards = self.replace_method(_FORWARDS, self._both)
 
-        def both(*given: Any, **options: Any) -> Any:
-            found = forwards(*given, **options)
-            self._compare(found.student_logits, found.teacher_logits, found.loss_mask)
-            return found
-
-        self._replace(_FORWARDS, both)
-        self._warn_of_hooks()
-
-    def _replace(self, name: str, function: Callable[..., Any]) -> None:
-        own = getattr(self._trainer, name)
-
-        @functools.wraps(own)
-        def until_undone(*given: Any, **options: Any) -> Any:
-            return (own if self.undone else function)(*given, **options)
-
-        self.replace(self._trainer, name, until_undone)
+    def _both(self, *given: Any, **options: Any) -> Any:
+        found = self._forwards(*given, **options)
+        self._compare(found.student_logits, found.teacher_logits, found.loss_mask)
+        return found
 
     def _functions(self, method: Any) -> dict[str, Any]:
         """Return the functions that a copied method finds in place of functions of logits."""
@@ -164,7 +134,6 @@ class SelfDistillationHandle(Handle):
         attention_mask: Tensor,
         logits_to_keep: int,
     ) -> NoLogits:
-        self._warn_of_hooks()
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
         return NoLogits(model, inputs, logits_to_keep)
 
@@ -172,7 +141,7 @@ class SelfDistillationHandle(Handle):
         def score(hidden: Tensor, head: LmHead) -> Tensor:
             return self._stats(logits, Side(hidden, head).before_last(logits.count))[0]
 
-        with self._trainer.accelerator.autocast():
+        with self.trainer.accelerator.autocast():
             return inside_forward(logits.model, score, **logits.inputs)
 
     def _stats(
@@ -183,20 +152,20 @@ class SelfDistillationHandle(Handle):
             side.hidden,
             token_ids=student.token_ids,
             outputs=("logprobs",) if teacher is None else ("logprobs", "divergence"),
-            temperature=self._trainer.temperature,
+            temperature=self.trainer.temperature,
             mask=student.mask,
             teacher=teacher,
-            backend=self._backend,
+            backend=self.backend,
             **side.head.arguments(),
         )
         return cast("Tensor", stats.logprobs), stats.divergence
 
     def _compare(self, student: NoLogits, teacher: NoLogits, mask: Tensor) -> None:
         """Compute the values of both models for the loss, with one call of each."""
-        if getattr(self._trainer.args, "distillation_weight", 1.0) == 1:  # no other loss
+        if getattr(self.trainer.args, "distillation_weight", 1.0) == 1:  # no other loss
             student.mask = teacher.mask = mask
-        context = self._trainer._get_teacher_context_for_self_distillation
-        if self._trainer.args.distillation_mode == "sampled_token":
+        context = self.trainer._get_teacher_context_for_self_distillation
+        if self.trainer.args.distillation_mode == "sampled_token":
             student.logprobs = self._logprobs(student)
             with torch.no_grad(), context():
                 teacher.logprobs = self._logprobs(teacher)
@@ -207,7 +176,7 @@ class SelfDistillationHandle(Handle):
             return self._stats(student, side, self._teacher(side, of_teacher, student.mask))
 
         causal = causal_model(student.model)
-        with self._trainer.accelerator.autocast():
+        with self.trainer.accelerator.autocast():
             if causal is not causal_model(teacher.model):
 
                 def with_states(a: Side, b: Side) -> tuple[Tensor, Tensor | None]:
@@ -234,8 +203,8 @@ class SelfDistillationHandle(Handle):
 
     def _teacher(self, student: Side, teacher: Side, mask: Tensor) -> Teacher:
         """Return the teacher for the comparison with the student."""
-        options = self._trainer.args
-        shared = {"beta": options.distillation_alpha, "temperature": self._trainer.temperature}
+        options = self.trainer.args
+        shared = {"beta": options.distillation_alpha, "temperature": self.trainer.temperature}
         if options.distillation_mode == "topk_logits":
             return top_k_teacher(
                 student,
@@ -246,13 +215,9 @@ class SelfDistillationHandle(Handle):
                 **shared,
             )
         head = teacher.head
-        if self._trainer.is_fsdp_enabled or self._trainer.is_deepspeed_enabled:
+        if self.trainer.is_fsdp_enabled or self.trainer.is_deepspeed_enabled:
             head = _copied(head)  # the backward reads it after its module has freed it
         return Teacher.from_hidden(teacher.hidden, **shared, **head.arguments())
-
-    def _warn_of_hooks(self) -> None:
-        models = (self._trainer.model, self._trainer.teacher_model)
-        self.warn_of_hooks(*dict.fromkeys(models))
 
 
 def _copied(head: LmHead) -> LmHead:

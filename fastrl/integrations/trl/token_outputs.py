@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
+from fastrl import KeptTokens
 from fastrl.backend import Backend
 from fastrl.integrations.transformers import LmHead
-from fastrl.integrations.trl.scoring import precision_of_head
 from fastrl.ops.linear_token_stats import linear_token_stats
 
 #: TRL's names of statistics, and those in `TokenStats`.
@@ -22,8 +21,6 @@ _STATS = {
     "log_sum_sq_probs": "sum_sq_probs",
     "is_top1": "is_top1",
 }
-#: Most logits with a softcap that exist at once, for their mean.
-_LOGITS = 2**24
 
 
 def token_outputs(
@@ -33,6 +30,7 @@ def token_outputs(
     *,
     temperature: float = 1.0,
     backend: Backend = "auto",
+    kept: KeptTokens | None = None,
     mean_of_all: bool = False,
 ) -> Callable[[Tensor, LmHead], dict[str, Tensor]]:
     """Return a function that computes TRL's outputs for tokens; all are 0 where a token is -100.
@@ -47,6 +45,7 @@ def token_outputs(
             `is_top1`.
         temperature: divides the logits.
         backend: `auto`, or the backend for the chunks.
+        kept: the sets of the tokens, over which probabilities are normalized.
         mean_of_all: whether `mean_logits` are computed even where a token is -100.
 
     Returns:
@@ -61,13 +60,14 @@ def token_outputs(
                 token_ids=token_ids,
                 temperature=temperature,
                 outputs=[_STATS[name] for name in wanted if name in _STATS],
+                kept=kept,
                 backend=backend,
                 **head.arguments(),
             )
             found: dict[str, Tensor] = {n: getattr(stats, _STATS[n]) for n in wanted if n in _STATS}
             if "mean_logits" in wanted:
                 rows = None if mean_of_all else mask
-                found["mean_logits"] = mean_logits(hidden, head, rows) / temperature
+                found["mean_logits"] = head.mean_logits(hidden, rows) / temperature
         if "log_sum_sq_probs" in found:
             logs = found["log_sum_sq_probs"].detach().log()
             found["log_sum_sq_probs"] = logs.masked_fill(~mask, 0.0)
@@ -76,50 +76,13 @@ def token_outputs(
     return compute
 
 
-@torch.no_grad()
-def mean_logits(hidden: Tensor, head: LmHead, mask: Tensor | None = None) -> Tensor:
-    """Return the mean of each position's logits over the vocabulary, in fp32, without gradient.
-
-    Without a softcap this is the logit of the mean row of the head. With one, the logits are
-    computed once more, a chunk at a time.
-
-    Args:
-        hidden: last hidden states, `[B, T, H]`.
-        head: the LM head.
-        mask: `[B, T]`; the result is 0 where it is false. None means all positions.
-    """
-    if head.logit_softcap is None:
-        means = _mean_without_softcap(hidden, head)
-        return means if mask is None else means.masked_fill(~mask, 0.0)
-    mask = (
-        torch.ones(hidden.shape[:-1], dtype=torch.bool, device=hidden.device)
-        if mask is None
-        else mask
-    )
-    rows = hidden[mask]
-    chunks = rows.split(max(1, _LOGITS // len(head.weight)))
-    means = torch.cat([_mean_with_softcap(chunk, head) for chunk in chunks])
-    return means.new_zeros(mask.shape).masked_scatter(mask, means)
+def precision_of_head(trainer: Any) -> AbstractContextManager[Any]:
+    """Return the autocast under which a GPU multiplies the LM head."""
+    if is_head_float32(trainer):
+        return torch.autocast(trainer.accelerator.device.type, enabled=False)
+    return cast("AbstractContextManager[Any]", trainer.accelerator.autocast())
 
 
-def _mean_without_softcap(hidden: Tensor, head: LmHead) -> Tensor:
-    row = head.weight.mean(0, dtype=torch.float32)  # [H]
-    if head.lora is not None:
-        a, b, scale = head.lora
-        row = row + scale * (b.mean(0, dtype=torch.float32)[:, None] * a).sum(0)
-    with torch.autocast(hidden.device.type, enabled=False):
-        means = hidden.float() @ row
-    if head.bias is not None:
-        means = means + head.bias.mean(dtype=torch.float32)
-    return means * head.logit_scale
-
-
-def _mean_with_softcap(rows: Tensor, head: LmHead) -> Tensor:
-    logits = linear(rows, head.weight.to(rows.dtype)).float()
-    if head.bias is not None:
-        logits += head.bias
-    if head.lora is not None:
-        a, b, scale = head.lora
-        logits += scale * linear(linear(rows, a.to(rows.dtype)), b.to(rows.dtype))
-    cap = head.logit_softcap or math.inf
-    return cap * (logits * (head.logit_scale / cap)).tanh().mean(-1)
+def is_head_float32(trainer: Any) -> bool:
+    """Return whether the LM head multiplies in float32."""
+    return bool(getattr(trainer.args, "cast_lm_head_to_fp32", False))

@@ -1,23 +1,22 @@
 """TRL's trainers that call their models with `fused_lm_head=True`, on fastrl.
 
-TRL computes the loss and logs its metrics from the values that fastrl returns for the tokens. The
-forward of the model and of the reference model is replaced, and a wrapper of `compute_loss`
-prepares both models.
+TRL computes the loss and logs its metrics from the values that fastrl returns for the tokens, when
+its `compute_loss` calls the model and the reference model.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
 
 from fastrl.integrations.support import Support
-from fastrl.integrations.trl.fused_forward import FusedForward
-from fastrl.integrations.trl.handle import Choices, Handle, check_models
+from fastrl.integrations.trl.handle import Choices, Handle
 from fastrl.integrations.trl.other_trainers import way_on
-from fastrl.integrations.trl.scoring import CompiledBackbones
+from fastrl.integrations.trl.token_outputs import token_outputs
 
 SUPPORT: tuple[Support, ...] = (
     Support(
@@ -67,18 +66,51 @@ _OUTPUTS = {
 }
 
 
-def token_trainer(trainer: Any, base: type, choices: Choices) -> TokenHandle:
-    """Let a trainer of the class `base`, one of `_OUTPUTS`, use fastrl."""
-    _refuse_other_losses(trainer, base)
-    check_models(trainer, choices.backend)
-    reason = f"TRL computes the loss of a {base.__name__}, from log-probabilities"
-    if choices.fused:
-        raise ValueError(f"fused must be None or False: {reason}")
-    wanted = _OUTPUTS[base.__name__]
-    if getattr(trainer, "use_weighting", False):
-        wanted += ("log_sum_sq_probs",)
-    temperature = trainer.temperature if base.__name__ == "AsyncGRPOTrainer" else 1.0
-    return TokenHandle(trainer, reason, wanted, temperature, choices)
+class TokenHandle(Handle):
+    """A trainer whose models compute log-probabilities with fastrl until `undo()`.
+
+    Attributes:
+        fused: False.
+    """
+
+    answers = True
+
+    def __init__(self, trainer: Any, base: type, choices: Choices) -> None:
+        """Replace `compute_loss` of an instance of the class `base`, one of `_OUTPUTS`."""
+        _refuse_other_losses(trainer, base)
+        reason = f"TRL computes the loss of a {base.__name__}, from log-probabilities"
+        super().__init__(trainer, choices, reason)
+        self._wanted = _OUTPUTS[base.__name__]
+        if getattr(trainer, "use_weighting", False):
+            self._wanted += ("log_sum_sq_probs",)
+        self._temperature = trainer.temperature if base.__name__ == "AsyncGRPOTrainer" else 1.0
+        self._own_loss = self.replace_method("compute_loss", self._loss)
+
+    def _loss(self, model: nn.Module, *arguments: Any, **options: Any) -> Any:
+        reference = getattr(self.trainer, "ref_model", None)
+        with contextlib.ExitStack() as stack:
+            outputs = stack.enter_context(self._answering(model, self._wanted))
+            if reference is not None:
+                stack.enter_context(self._answering(reference, ("log_probs",)))
+            result = self._own_loss(model, *arguments, **options)
+        if not outputs:
+            raise RuntimeError(
+                f"the loss of this {type(self.trainer).__name__} calls its model without "
+                "`fused_lm_head=True`, which use_fastrl answers: call `undo()`"
+            )
+        return result
+
+    def _answering(
+        self, model: nn.Module, wanted: tuple[str, ...]
+    ) -> AbstractContextManager[list[Any]]:
+        score = functools.partial(
+            token_outputs,
+            self.trainer,
+            wanted=wanted,
+            temperature=self._temperature,
+            backend=self.backend,
+        )
+        return self.models.answering(model, score)
 
 
 def _refuse_other_losses(trainer: Any, base: type) -> None:
@@ -89,71 +121,3 @@ def _refuse_other_losses(trainer: Any, base: type) -> None:
             raise ValueError(
                 f"{kind.__name__} has another loss than {base.__name__}: {way_on(trainer)}"
             )
-
-
-class TokenHandle(Handle):
-    """A trainer whose models compute log-probabilities with fastrl until `undo()`.
-
-    Attributes:
-        fused: False.
-        reason: why it is False.
-    """
-
-    def __init__(
-        self,
-        trainer: Any,
-        reason: str,
-        wanted: tuple[str, ...],
-        temperature: float,
-        choices: Choices,
-    ) -> None:
-        """Replace the forward of the models."""
-        super().__init__(reason)
-        self._trainer = trainer
-        compiled = CompiledBackbones(trainer)
-        options: dict[str, Any] = {"temperature": temperature, "backend": choices.backend}
-        self._policy = FusedForward(trainer, trainer.model, wanted, compiled, **options)
-        self._reference: FusedForward | None = None
-        if getattr(trainer, "ref_model", None) is not None:
-            self._reference = FusedForward(
-                trainer, trainer.ref_model, ("log_probs",), compiled, **options
-            )
-        self._loss = trainer.compute_loss
-
-        @functools.wraps(self._loss)
-        def compute_loss(model: nn.Module, *arguments: Any, **options: Any) -> Any:
-            return self._compute_loss(model, *arguments, **options)
-
-        for forward in self._forwards():
-            self.replace(forward.causal, "forward", forward.forward)
-        self.replace(trainer, "compute_loss", compute_loss)
-        self._warn_of_hooks()
-
-    def undo(self) -> None:
-        """Restore the forward of the models; a second call does nothing."""
-        for forward in self._forwards():
-            forward.undone = True
-        super().undo()
-
-    def _forwards(self) -> list[FusedForward]:
-        return [self._policy] if self._reference is None else [self._policy, self._reference]
-
-    def _compute_loss(self, model: nn.Module, *arguments: Any, **options: Any) -> Any:
-        if self.undone:
-            return self._loss(model, *arguments, **options)
-        self._warn_of_hooks()
-        before = self._policy.calls
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._policy.ready(model))
-            if self._reference is not None:
-                stack.enter_context(self._reference.ready(self._trainer.ref_model))
-            result = self._loss(model, *arguments, **options)
-        if self._policy.calls == before:
-            raise RuntimeError(
-                f"the loss of this {type(self._trainer).__name__} calls its model without "
-                "`fused_lm_head=True`, which use_fastrl answers: call `undo()`"
-            )
-        return result
-
-    def _warn_of_hooks(self) -> None:
-        self.warn_of_hooks(self._trainer.model, getattr(self._trainer, "ref_model", None))

@@ -6,10 +6,8 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from fastrl import Teacher
-from fastrl.integrations.transformers import LmHead
 from fastrl.integrations.trl.two_models import Side
 
 #: Numbers in a chunk of logits: 256 MiB in fp32.
@@ -47,8 +45,8 @@ def top_k_teacher(
     size = max(_CHUNK // student.head.weight.shape[0], 1)
     parts = (_rows(side.hidden, active, size) for side in (student, teacher))
     for of_student, of_teacher in zip(*parts, strict=True):
-        found_ids.append(_logits(of_student, student.head, temperature).topk(count).indices)
-        logits = _logits(of_teacher, teacher.head, temperature)
+        found_ids.append(student.head.logits(of_student).topk(count).indices)
+        logits = teacher.head.logits(of_teacher) / temperature
         found.append(logits.gather(-1, found_ids[-1]) - logits.logsumexp(-1, keepdim=True))
     ids.view(-1, count)[active] = torch.cat(found_ids)
     logprobs.view(-1, count)[active] = torch.cat(found)
@@ -59,16 +57,3 @@ def _rows(hidden: Tensor, active: Tensor, size: int) -> Iterator[Tensor]:
     """Yield the active rows, `size` at a time."""
     rows = hidden.reshape(-1, hidden.shape[-1])[active]
     yield from rows.split(size) if len(rows) else ()
-
-
-def _logits(hidden: Tensor, head: LmHead, temperature: float) -> Tensor:
-    """Return logits in fp32, with the scale, the softcap and the temperature."""
-    states = hidden.to(head.weight.dtype)
-    logits = linear(states, head.weight, head.bias).float()
-    if head.lora is not None:
-        a, b, scale = head.lora
-        logits += scale * linear(linear(states.to(a.dtype), a), b).float()
-    logits *= head.logit_scale
-    if head.logit_softcap is not None:
-        logits = head.logit_softcap * torch.tanh(logits / head.logit_softcap)
-    return logits / temperature

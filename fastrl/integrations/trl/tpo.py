@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fastrl.integrations.support import Support
 from fastrl.integrations.trl.handle import Choices, with_globals
-from fastrl.integrations.trl.logits_trainers import LogitsHandle, Method, logits_handle, shifted
+from fastrl.integrations.trl.logits_trainers import LogitsHandle, Method, shifted
 
 SUPPORT: tuple[Support, ...] = (
     Support(
@@ -30,16 +30,19 @@ _LOSS = "_compute_loss"
 _ENTROPY = "selective_log_softmax_and_entropy"
 
 
-def tpo_trainer(trainer: Any, base: type, choices: Choices) -> LogitsHandle:
-    """Let a `TPOTrainer`, the `base`, use fastrl."""
-    names = getattr(base, _LOSS).__code__.co_names
-    if not {_ENTROPY, "F", "cross_entropy"}.issubset(names):
-        raise ValueError(
-            f"{base.__name__}.{_LOSS} of this version of TRL does not call {_ENTROPY} and "
-            "F.cross_entropy, which use_fastrl replaces"
-        )
-    arguments = ("model", "inputs", "return_outputs")
-    return logits_handle(trainer, base, Method(_LOSS, arguments, _loss), choices)
+class TpoHandle(LogitsHandle):
+    """A `TPOTrainer` that computes log-probabilities with fastrl until `undo()`."""
+
+    def __init__(self, trainer: Any, base: type, choices: Choices) -> None:
+        """Replace the loss of an instance of the class `base`."""
+        names = getattr(base, _LOSS).__code__.co_names
+        if not {_ENTROPY, "F", "cross_entropy"}.issubset(names):
+            raise ValueError(
+                f"{base.__name__}.{_LOSS} of this version of TRL does not call {_ENTROPY} and "
+                "F.cross_entropy, which use_fastrl replaces"
+            )
+        method = Method(_LOSS, ("model", "inputs", "return_outputs"), _loss)
+        super().__init__(trainer, base, choices, method)
 
 
 def _loss(

@@ -9,13 +9,13 @@ from fastrl.integrations.support import Support
 from fastrl.integrations.trl import distillation, gkd, iw_opd, rules, self_distillation
 from fastrl.integrations.trl.handle import Choices, Handle
 from fastrl.integrations.trl.logits_trainers import SUPPORT as _OF_LOGITS
-from fastrl.integrations.trl.logits_trainers import logits_trainer
+from fastrl.integrations.trl.logits_trainers import LogitsHandle
 from fastrl.integrations.trl.other_trainers import way_on
-from fastrl.integrations.trl.policy_trainers import policy_trainer
+from fastrl.integrations.trl.policy_trainers import PolicyHandle
 from fastrl.integrations.trl.token_trainers import SUPPORT as _OF_TOKENS
-from fastrl.integrations.trl.token_trainers import token_trainer
+from fastrl.integrations.trl.token_trainers import TokenHandle
 from fastrl.integrations.trl.tpo import SUPPORT as _OF_TPO
-from fastrl.integrations.trl.tpo import tpo_trainer
+from fastrl.integrations.trl.tpo import TpoHandle
 
 
 class Row(NamedTuple):
@@ -39,20 +39,20 @@ class Row(NamedTuple):
 
 def _of_logits(name: str, folder: str, method: str) -> Row:
     module = f"trl.experimental.{folder}.{folder}_trainer"
-    return Row(name, module, logits_trainer, methods=(method,))
+    return Row(name, module, LogitsHandle, methods=(method,))
 
 
 TRAINERS: tuple[Row, ...] = (
-    Row("GRPOTrainer", "trl.trainer.grpo_trainer", policy_trainer, replays=True),
-    Row("RLOOTrainer", "trl.trainer.rloo_trainer", policy_trainer, replays=True),
-    Row("SFTTrainer", "trl.trainer.sft_trainer", token_trainer),
-    Row("DPOTrainer", "trl.trainer.dpo_trainer", token_trainer),
-    Row("KTOTrainer", "trl.trainer.kto_trainer", token_trainer),
-    Row("AsyncGRPOTrainer", "trl.experimental.async_grpo.async_grpo_trainer", token_trainer),
+    Row("GRPOTrainer", "trl.trainer.grpo_trainer", PolicyHandle, replays=True),
+    Row("RLOOTrainer", "trl.trainer.rloo_trainer", PolicyHandle, replays=True),
+    Row("SFTTrainer", "trl.trainer.sft_trainer", TokenHandle),
+    Row("DPOTrainer", "trl.trainer.dpo_trainer", TokenHandle),
+    Row("KTOTrainer", "trl.trainer.kto_trainer", TokenHandle),
+    Row("AsyncGRPOTrainer", "trl.experimental.async_grpo.async_grpo_trainer", TokenHandle),
     Row(
         "TPOTrainer",
         "trl.experimental.tpo.tpo_trainer",
-        tpo_trainer,
+        TpoHandle,
         methods=("_compute_loss", "compute_loss"),
     ),
     _of_logits("CPOTrainer", "cpo", "concatenated_forward"),
@@ -62,37 +62,37 @@ TRAINERS: tuple[Row, ...] = (
     Row(
         "DistillationTrainer",
         "trl.trainer.distillation_trainer",
-        distillation.distillation_trainer,
+        distillation.DistillationHandle,
         methods=("_compute_loss", "compute_loss"),
     ),
     Row(
         "GKDTrainer",
         "trl.experimental.gkd.gkd_trainer",
-        gkd.gkd_trainer,
+        gkd.GkdHandle,
         methods=("compute_loss",),
     ),
     Row(
         "GOLDTrainer",
         "trl.experimental.gold.gold_trainer",
-        gkd.gkd_trainer,
+        gkd.GkdHandle,
         methods=("compute_loss",),
     ),
     Row(
         "SDFTTrainer",
         "trl.experimental.sdft.sdft_trainer",
-        self_distillation.self_distillation_trainer,
+        self_distillation.SelfDistillationHandle,
         methods=self_distillation.METHODS,
     ),
     Row(
         "SDPOTrainer",
         "trl.experimental.sdpo.sdpo_trainer",
-        self_distillation.self_distillation_trainer,
+        self_distillation.SelfDistillationHandle,
         methods=self_distillation.METHODS,
     ),
     Row(
         "IWOPDTrainer",
         "trl.experimental.iw_opd.iw_opd_trainer",
-        iw_opd.iw_opd_trainer,
+        iw_opd.IwOpdHandle,
         methods=iw_opd.METHODS,
     ),
 )

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+import transformers
 
 from tests.integrations.packages import needed
 from tests.integrations.trl.runs import check_equal, make_trainer, run
 
 needed("trl")
 from fastrl.integrations.trl import use_fastrl  # noqa: E402
-from fastrl.integrations.trl.scoring import CompiledBackbones  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -25,13 +25,14 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_backbones_are_compiled_once(name, tiny_path, tmp_path, monkeypatch):
     options, fused, graphs = CASES[name]
-    own, lengths = CompiledBackbones.run, set()
+    lengths = set()
+    own = transformers.LlamaModel.__call__
 
-    def recorded(self, part, **inputs):
+    def recorded(self, *arguments, **inputs):
         lengths.add(inputs["input_ids"].shape[1])
-        return own(self, part, **inputs)
+        return own(self, *arguments, **inputs)
 
-    monkeypatch.setattr(CompiledBackbones, "run", recorded)
+    monkeypatch.setattr(transformers.LlamaModel, "__call__", recorded)
     options = {"output_dir": tmp_path, "epsilon": 0.05, "max_steps": 5, **options}
     theirs, *_ = run(make_trainer(tiny_path, **options))
 

@@ -9,7 +9,7 @@ from tests.integrations.packages import needed
 from tests.integrations.trl.runs import VOCABULARY, batch_of, make_trainer, run
 
 needed("trl")
-from fastrl.integrations.trl import loss, scoring, use_fastrl  # noqa: E402
+from fastrl.integrations.trl import loss, token_outputs, use_fastrl  # noqa: E402
 from fastrl.integrations.trl.saturation import METRIC  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -148,7 +148,10 @@ def test_precisions(name, tiny_path, tmp_path, monkeypatch):
 
         return called
 
-    for module, called in ((loss.fastrl, "linear_policy_loss"), (scoring, "linear_token_stats")):
+    for module, called in (
+        (loss.fastrl, "linear_policy_loss"),
+        (token_outputs, "linear_token_stats"),
+    ):
         monkeypatch.setattr(module, called, watched(getattr(module, called)))
     trainer = make_trainer(tiny_path, output_dir=tmp_path, max_steps=1, beta=0.04, **options)
     if "model_init_kwargs" in options:

@@ -10,7 +10,7 @@ from tests.integrations.trl.distilling import make_distillation
 
 trl = needed("trl")
 from fastrl.integrations.trl import use_fastrl  # noqa: E402
-from fastrl.integrations.trl.handle import Handle, with_globals  # noqa: E402
+from fastrl.integrations.trl.handle import with_globals  # noqa: E402
 from fastrl.integrations.trl.trainers import TRAINERS  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -123,9 +123,9 @@ def test_a_trl_with_another_loss_is_refused(trainer, monkeypatch):
         use_fastrl(trainer)
 
 
-def test_a_handle_restores_what_is_still_its_own():
+def test_a_handle_restores_what_is_still_its_own(tiny_path, tmp_path):
     owner = types.SimpleNamespace(first=1)
-    handle = Handle()
+    handle = use_fastrl(make_distillation(tiny_path, output_dir=tmp_path))
     handle.replace(owner, "first", 2)
     handle.replace(owner, "second", 3)
     handle.replace(owner, "third", 4)

@@ -1,0 +1,239 @@
+"""The models of a trainer, which answer TRL's `fused_lm_head=True` with fastrl.
+
+TRL calls its models with `fused_lm_head=True` and reads log-probabilities from their output, which
+the forward computes without logits. While a method of the trainer runs, the forward of the causal
+language model is fastrl's, and that of its backbone may be compiled, packed, or both. The wrappers
+(DDP, FSDP, DeepSpeed, PEFT) are called as usual.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastrl.integrations.transformers import LmHead, backbone
+from fastrl.integrations.transformers.forward import calling, in_own_dtypes, inside_head
+from fastrl.integrations.transformers.packed import is_whole, packed_forward, why_not_packed
+from fastrl.integrations.transformers.transform import prove
+from fastrl.integrations.transformers.wrappers import (
+    causal_model,
+    forward_of,
+    is_compiled,
+    wrappers,
+)
+from fastrl.integrations.trl.token_outputs import is_head_float32
+
+#: Tokens `[B, T]` that the positions predict, -100 where none -> (their hidden states `[B, T, H]`,
+#: head) -> fields of TRL's `FusedCausalLMOutput`; without `loss`, it is the mean of `-log_probs`.
+Score = Callable[[Tensor], Callable[[Tensor, LmHead], dict[str, Tensor]]]
+
+#: Inputs of a model whose second dimension is over tokens.
+_SEQUENCES = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
+
+
+class FusedModels:
+    """The models of a trainer, while methods of the trainer run on fastrl.
+
+    Attributes:
+        packed: whether their backbones run on rows without padding.
+        reason: why they do not, or None.
+    """
+
+    def __init__(
+        self, trainer: Any, packed: bool | None, tokens: int | None, reason: str | None = None
+    ) -> None:
+        """Change nothing yet.
+
+        Args:
+            trainer: the trainer.
+            packed: as in `use_fastrl`.
+            tokens: the most tokens of a packed row, or None.
+            reason: why this trainer's models cannot be packed, or None.
+
+        Raises:
+            ValueError: `packed` is True, and the models cannot be packed.
+        """
+        self.packed = packed is not False
+        self.reason = None if self.packed else "packed is False"
+        self._trainer = trainer
+        self._tokens = tokens
+        self._required = bool(packed)
+        self._compiled: dict[nn.Module, Callable[..., Any]] = {}
+        self._untried: set[nn.Module] = set()
+        self._running: set[nn.Module] = set()
+        self.give_up(reason)
+        for part in map(backbone, models_of(trainer) if self.packed else ()):
+            if is_whole(part):
+                self.give_up(why_not_packed(part))
+            else:
+                self._untried.add(part)
+
+    def give_up(self, reason: str | None) -> None:
+        """Run on padded batches from now on, if there is a reason.
+
+        Raises:
+            ValueError: `packed` is True.
+        """
+        if reason is None or not self.packed:
+            return
+        if self._required:
+            raise ValueError(f"packed must be None or False: {reason}")
+        self.packed, self.reason = False, reason
+
+    @contextlib.contextmanager
+    def running(self, *models: nn.Module) -> Iterator[None]:
+        """Let the backbones of models run compiled, where accelerate compiles them, and packed.
+
+        Only backbones are compiled: the rest of a forward consists of fastrl's operators.
+        """
+        with contextlib.ExitStack() as stack:
+            for model in models:
+                part = backbone(model)
+                if part in self._running:  # one replaced method calls another
+                    continue
+                self._running.add(part)
+                stack.callback(self._running.discard, part)
+                run = own = part.forward
+                if any(is_compiled(wrapper) for wrapper in wrappers(model)):
+                    run = self._compiled_forward(part)
+                if self.packed:
+                    run = self._tried_forward(part, packed_forward(part, run, self._tokens), run)
+                if run is not own:
+                    stack.enter_context(forward_of(part, run))
+            yield
+
+    @contextlib.contextmanager
+    def answering(self, model: nn.Module, score: Score) -> Iterator[list[Any]]:
+        """Answer calls of a model with `fused_lm_head=True`; yield the list of the outputs.
+
+        The first call for a model, and any call after scale or softcap have changed, compares a
+        few rows with its own logits.
+        """
+        prove(model)
+        causal, outputs = causal_model(model), list[Any]()
+        own = causal.forward
+
+        def forward(*arguments: Any, fused_lm_head: bool = False, **inputs: Any) -> Any:
+            if not fused_lm_head:
+                return own(*arguments, **inputs)
+            outputs.append(self._answer(causal, score, *arguments, **inputs))
+            return outputs[-1]
+
+        def unrounded(_: nn.Module, __: Any, returned: Any) -> Any:
+            """Undo the rounding of outputs by FSDP2, whose hook comes before this one."""
+            answered = outputs and type(returned) is type(outputs[-1])
+            return in_own_dtypes(returned, outputs[-1]) if answered else returned
+
+        hook = model.register_forward_hook(unrounded)
+        try:
+            with calling(model, forward):
+                yield outputs
+        finally:
+            hook.remove()
+
+    def call(self, model: nn.Module, score: Score, **inputs: Any) -> Any:
+        """Return the `FusedCausalLMOutput` of a model that has no `fused_lm_head` of TRL's."""
+        with self.answering(model, score):
+            return model(**inputs, fused_lm_head=True)
+
+    def _answer(
+        self,
+        causal: nn.Module,
+        score: Score,
+        *arguments: Any,
+        labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Tensor | float | None = None,
+        **inputs: Any,
+    ) -> Any:
+        """Return what TRL's forward returns: `labels[:, 1:]` are predicted, or `shift_labels`."""
+        from trl.trainer.utils import FusedCausalLMOutput
+
+        with self._replaced_autocast(causal):
+            states, aux_loss = _states(causal, *arguments, **inputs)
+        if shift_labels is not None:
+            token_ids = shift_labels
+        elif labels is not None:
+            token_ids, states = labels[:, 1:], states[:, :-1]
+        else:
+            raise TypeError("fused_lm_head=True needs labels or shift_labels, got neither")
+        if is_head_float32(self._trainer):
+            states = states.float()
+        found = inside_head(causal, score(token_ids), states)
+        mask = token_ids != -100
+        if "loss" not in found:
+            count = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+            found["loss"] = -found["log_probs"].sum() / count
+            if aux_loss is not None:
+                config = causal.config.get_text_config()  # type: ignore[union-attr, operator]
+                found["loss"] += getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
+        return FusedCausalLMOutput(label_mask=mask, aux_loss=aux_loss, **found)
+
+    def _replaced_autocast(self, causal: nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """Return the autocast that accelerate has put around the replaced forward."""
+        if "_original_forward" not in causal.__dict__:
+            return contextlib.nullcontext()
+        context: contextlib.AbstractContextManager[Any] = self._trainer.accelerator.autocast()
+        return context
+
+    def _compiled_forward(self, part: nn.Module) -> Callable[..., Any]:
+        """Return a backbone's forward, compiled with the trainer's options for any length."""
+        options = self._trainer.accelerator.state.dynamo_plugin.to_kwargs()
+        if part not in self._compiled:
+            self._compiled[part] = torch.compile(part.forward, **options)
+
+        def run(*arguments: Any, **inputs: Any) -> Any:
+            if options.get("dynamic") is not False:
+                # a new length would compile a second time, and completions seldom have equal ones
+                for name in _SEQUENCES:
+                    if inputs.get(name) is not None:
+                        torch._dynamo.maybe_mark_dynamic(inputs[name], 1)
+            return self._compiled[part](*arguments, **inputs)
+
+        return run
+
+    def _tried_forward(
+        self, part: nn.Module, packed: Callable[..., Any], padded: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """Return the packed forward; the first call of a sharded backbone decides whether it is.
+
+        Only inside its wrappers can such a model be run, to compare packed rows with single ones.
+        """
+        if part not in self._untried:
+            return packed
+
+        def run(*arguments: Any, **inputs: Any) -> Any:
+            if part in self._untried:
+                self._untried.remove(part)
+                self.give_up(why_not_packed(part))
+            return (packed if self.packed else padded)(*arguments, **inputs)
+
+        return run
+
+
+def models_of(trainer: Any) -> list[nn.Module]:
+    """Return the policy, and the reference and the teacher that are other models."""
+    names = ("model", "ref_model", "teacher_model")
+    found = [getattr(trainer, name, None) for name in names]
+    return list({causal_model(model): model for model in found if model is not None}.values())
+
+
+def _states(causal: nn.Module, *arguments: Any, **inputs: Any) -> tuple[Tensor, Tensor | None]:
+    """Return the last hidden states, and the load-balancing loss of experts if requested."""
+    config = causal.config.get_text_config()  # type: ignore[union-attr, operator]
+    if getattr(config, "output_router_logits", False):
+        inputs.setdefault("output_router_logits", True)
+    outputs = backbone(causal)(*arguments, **{**inputs, "use_cache": False})
+    if not inputs.get("output_router_logits"):
+        return outputs.last_hidden_state, None
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    experts = getattr(config, "num_experts", None) or config.num_local_experts
+    found = load_balancing_loss_func(
+        outputs.router_logits, experts, config.num_experts_per_tok, inputs.get("attention_mask")
+    )
+    return outputs.last_hidden_state, torch.as_tensor(found)
