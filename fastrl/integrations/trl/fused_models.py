@@ -66,6 +66,8 @@ class FusedModels:
         self._untried: set[nn.Module] = set()
         self._running: set[nn.Module] = set()
         self.give_up(reason)
+        if not self._required and trainer.accelerator.state.dynamo_plugin.backend != "NO":
+            self.give_up("torch_compile=True, and packed rows leave the graph for each attention")
         for part in map(backbone, models_of(trainer) if self.packed else ()):
             if is_whole(part):
                 self.give_up(why_not_packed(part))

@@ -100,9 +100,6 @@ class Handle(Undoable):
         self.undone = False
         self._warned_of_hooks = False
         self._replaced: list[tuple[Any, str, Any, tuple[Any, ...]]] = []
-        trainer.__dict__[_MARK] = self
-        self._warn_of_hooks()
-        _say(self)
 
     @property
     def packed(self) -> bool:
@@ -113,6 +110,12 @@ class Handle(Undoable):
     def packed_reason(self) -> str | None:
         """Why they do not, or None."""
         return self.models.reason
+
+    def announce(self) -> None:
+        """Tell the user about hooks and packing, once all methods are replaced."""
+        self.trainer.__dict__[_MARK] = self
+        self._warn_of_hooks()
+        _say(self)
 
     def replace(self, owner: Any, name: str, function: Any) -> None:
         """Set an attribute of an instance until `undo`."""
@@ -145,7 +148,7 @@ class Handle(Undoable):
 
         Methods that have been patched since then are kept, and call TRL's.
         """
-        if not self.undone:
+        if self.trainer.__dict__.get(_MARK) is self:
             del self.trainer.__dict__[_MARK]
         self.undone = True
         while self._replaced:
@@ -270,7 +273,7 @@ def _warn_of_hooks(models: Iterable[Any]) -> bool:
             f"hooks on the LM head ({', '.join(dict.fromkeys(found))}) do not fire in this "
             "trainer's losses and log-probabilities, which are computed without logits; hooks on "
             "the model, its backbone and its layers do",
-            stacklevel=7,  # the call of use_fastrl
+            stacklevel=6,  # the call of use_fastrl
         )
     return bool(found)
 

@@ -127,7 +127,9 @@ def handle_of(trainer: Any, choices: Choices) -> Handle:
             f"replay_kept_tokens must be False for a {row.name}, whose loss is not of the tokens "
             "that a sampler kept"
         )
-    return row.adapter(trainer, base, choices)
+    handle = row.adapter(trainer, base, choices)
+    handle.announce()
+    return handle
 
 
 def _row_of(trainer: Any) -> tuple[Row, type]:

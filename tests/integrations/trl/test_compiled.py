@@ -22,8 +22,10 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_backbones_are_compiled_once(name, tiny_path, tmp_path, monkeypatch):
+def test_backbones_are_compiled_once(name, packed, tiny_path, tmp_path, monkeypatch):
+    """Packed rows, on demand, leave the graph for the attention, so they add graphs."""
     options, fused, graphs = CASES[name]
     lengths = set()
     own = transformers.LlamaModel.__call__
@@ -41,9 +43,17 @@ def test_backbones_are_compiled_once(name, tiny_path, tmp_path, monkeypatch):
     counters.clear()
     compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
     trainer = make_trainer(tiny_path, **options, **compiled)
-    ours, _, handle = run(trainer, lambda t: use_fastrl(t, fused=fused))
+    ours, _, handle = run(trainer, lambda t: use_fastrl(t, fused=fused, packed=packed))
     assert handle.fused == (fused is None)
     check_equal(ours, theirs)
     assert len(lengths) > 1  # and none of them compiled it again
-    assert not counters["graph_break"]
-    assert graphs in (None, counters["stats"]["unique_graphs"])
+    if not packed:
+        assert not counters["graph_break"]
+        assert graphs in (None, counters["stats"]["unique_graphs"])
+
+
+def test_packed_rows_are_not_the_default(tiny_path, tmp_path):
+    trainer = make_trainer(tiny_path, output_dir=tmp_path, torch_compile=True)
+    with use_fastrl(trainer) as handle:
+        assert not handle.packed
+        assert handle.packed_reason.startswith("torch_compile=True")

@@ -215,7 +215,10 @@ def test_backbones_are_compiled_once(kind, tiny_path, tmp_path):
     counters = torch._dynamo.utils.counters
     counters.clear()
     compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-    ours, *_ = run(make_answering(tiny_path, kind, **options, **compiled), use_fastrl)
+    ours, *_ = run(
+        make_answering(tiny_path, kind, **options, **compiled),
+        lambda t: use_fastrl(t, packed=False),
+    )
     check_equal(ours, theirs)
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] == (1 if kind == "SFT" else 2)
