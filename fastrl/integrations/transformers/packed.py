@@ -12,6 +12,7 @@ With sdpa, the layers hand the layout of the row to the attention as the keyword
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator
@@ -23,7 +24,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from fastrl.integrations.transformers.by_sequence import (
-    Layout,
     Span,
     attend_by_sequence,
     make_layout,
@@ -35,52 +35,37 @@ from fastrl.integrations.transformers.random_rows import evaluating
 #: Attention that finds the sequences of a row by the positions.
 _BY_POSITIONS = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+_OUTPUTS = {"output_hidden_states": False, "output_attentions": False, "return_dict": True}
+_PASSED_ON = ("output_router_logits", "return_dict")
 #: Arguments of a call that can be packed; any other must be None.
-_KNOWN = {"input_ids", "attention_mask", "use_cache", "output_router_logits", "return_dict"}
-_OFF = ("output_hidden_states", "output_attentions")
+_KNOWN = {"input_ids", "attention_mask", "use_cache", *_PASSED_ON, *_OUTPUTS}
 
 
 class Sequences:
-    """The layout of a row, which a compiled graph does not look into."""
+    """The layout of a row. A compiled graph does not look into it."""
 
     def __init__(self, spans: list[Span]) -> None:
-        self._spans = spans
-        self._layouts: dict[torch.device, Layout] = {}
-
-    def on(self, device: torch.device) -> Layout:
-        """Return the layout on a device: the layers may lie on several."""
-        if device not in self._layouts:
-            self._layouts[device] = make_layout(self._spans, device)
-        return self._layouts[device]
+        self.on = functools.cache(
+            functools.partial(make_layout, spans)
+        )  # layers may lie on several
 
 
 _sdpa: Any = AttentionInterface()["sdpa"]
 
 
 def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **options: Any,
-) -> tuple[Tensor, None]:
+    module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any
+) -> Any:
     """Return sdpa's attention, by sequence in a packed row."""
-    if not isinstance(options.get("sequences"), Sequences):
-        return _sdpa(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
-    return _attend_packed(module, query, key, value, **options)
+    if isinstance(options.get("sequences"), Sequences):
+        return _attend_packed(module, query, key, value, **options)
+    return _sdpa(module, query, key, value, attention_mask, **options)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend_packed(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    sequences: Sequences,
-    **options: Any,
-) -> tuple[Tensor, None]:
+    module: nn.Module, query: Any, key: Any, value: Any, sequences: Sequences, **options: Any
+) -> Any:
     causal = options.pop("is_causal", None)
     if not (getattr(module, "is_causal", True) if causal is None else causal):
         raise ValueError("attention must be causal in packed rows")
@@ -128,19 +113,19 @@ def packed_forward(
         A function with the arguments of `run`.
     """
     names = list(inspect.signature(type(module).forward).parameters)[1:]
-    longest = _longest(module.config.get_text_config())  # type: ignore[union-attr, operator]
+    longest = _longest(_config(module))
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def forward(*args: Any, **inputs: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | inputs
+        given = {name: value for name, value in given.items() if value is not None}
         plan = None
         if _is_known(given, module.config) and given["input_ids"].shape[1] <= longest:
             shares = shares_prefixes(module)
             plan = _plan(given["input_ids"], given.get("attention_mask"), tokens, shares)
         if plan is None:
             return run(*args, **inputs)
-        names_of_options = ("output_router_logits", "return_dict")
-        options = {name: given[name] for name in names_of_options if given.get(name) is not None}
+        options = {name: given[name] for name in _PASSED_ON if name in given}
         kinds: list[Any] = []
 
         @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
@@ -158,7 +143,7 @@ def packed_forward(
         more = {"router_logits": tuple(routers)} if routers else {}
         return kinds[0](last_hidden_state=states.view(*plan.shape, -1), **more)
 
-    return forward
+    return forward  # type: ignore[no-any-return]
 
 
 def why_not_packed(module: nn.Module) -> str | None:
@@ -170,32 +155,29 @@ def why_not_packed(module: nn.Module) -> str | None:
     Args:
         module: The backbone of a `transformers` causal language model.
     """
-    config: Any = module.config.get_text_config()  # type: ignore[union-attr, operator]
-    attention = config._attn_implementation
-    if attention != "sdpa" and attention not in _BY_POSITIONS:
+    config, attention = _config(module), _config(module)._attn_implementation
+    if attention not in ("sdpa", *_BY_POSITIONS):
         return f"its attention is {attention}, not one of sdpa, {', '.join(_BY_POSITIONS)}"
     other = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
-    if other:
-        return f"it has layers of {', '.join(sorted(other))}"
-    if getattr(config, "attention_chunk_size", None):
-        return "it has attention in chunks"
-    if getattr(config, "is_causal", True) is False:
-        return "its attention is bidirectional"
+    if other or getattr(config, "attention_chunk_size", None):
+        return f"it has layers of {', '.join(sorted(other)) or 'attention in chunks'}"
     if attention == "sdpa" and _has_attention_dropout(module):
         return "its attention has dropout"
     try:
-        error = _trial_error(module)
+        times = _trial_error(module)
     except Exception as error:
         return f"a trial raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    if error <= 1:
+    if times <= 1:
         return None
-    return f"sequences in a row have other results than each alone, {error:.2g} times what rounds"
+    return (
+        f"sequences in one row affect each other {times:.2g} times as much as rounding: layers may "
+        "not pass keywords on to the attention"
+    )
 
 
 def shares_prefixes(module: nn.Module) -> bool:
     """Return whether equal prefixes are computed once: only with sdpa."""
-    config: Any = module.config.get_text_config()  # type: ignore[union-attr, operator]
-    return bool(config._attn_implementation == "sdpa")
+    return bool(_config(module)._attn_implementation == "sdpa")
 
 
 def is_whole(module: nn.Module) -> bool:
@@ -206,19 +188,22 @@ def is_whole(module: nn.Module) -> bool:
     return bool(parameters) and not sharded
 
 
+def _config(module: nn.Module) -> Any:
+    return module.config.get_text_config()  # type: ignore[union-attr, operator]
+
+
 def _is_known(given: dict[str, Any], config: Any) -> bool:
     """Return whether a call has only token ids and a 2-D mask, and asks for nothing else."""
     ids, mask = given.get("input_ids"), given.get("attention_mask")
-    if ids is None or ids.ndim != 2 or not (mask is None or isinstance(mask, Tensor)):
+    if (
+        ids is None
+        or given.get("use_cache")
+        or ids.ndim != 2
+        or getattr(mask, "shape", ids.shape) != ids.shape
+    ):
         return False
-    wanted = (given.get(name) for name in _OFF)
-    outputs = [getattr(config, n, False) if w is None else w for n, w in zip(_OFF, wanted)]
-    as_tuple = given.get("return_dict")
-    if as_tuple is None:
-        as_tuple = getattr(config, "return_dict", True)
-    others = [name for name, x in given.items() if x is not None and name not in (*_KNOWN, *_OFF)]
-    fits = mask is None or mask.shape == ids.shape
-    return fits and as_tuple is not False and not any(outputs) and not others
+    wanted = {name: given.get(name, getattr(config, name, off)) for name, off in _OUTPUTS.items()}
+    return wanted == _OUTPUTS and isinstance(mask, Tensor | None) and not given.keys() - _KNOWN
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -270,24 +255,21 @@ def _plan(ids: Tensor, mask: Tensor | None, tokens: int | None, shares: bool) ->
 def _longest(config: Any) -> float:
     """Return up to which length of a batch rotary embeddings do not depend on this length."""
     rope = getattr(config, "rope_parameters", None) or {}
-    limits = [math.inf]
     for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):
         if part.get("rope_type") in ("dynamic", "longrope"):
-            own = (config, "original_max_position_embeddings", math.inf)
-            limits += [
-                config.max_position_embeddings,
-                part.get(own[1]) or getattr(*own) or math.inf,
-            ]
-    return min(limits)
+            name = "original_max_position_embeddings"
+            given = (part.get(name), getattr(config, name, None), config.max_position_embeddings)
+            return float(min(length for length in given if length))
+    return math.inf
 
 
 def _has_attention_dropout(module: nn.Module) -> bool:
     for part in module.modules():
         if "attention" in type(part).__name__.lower():
             for name, value in (*vars(part).items(), *part.named_children()):
-                p = value.p if isinstance(value, nn.Dropout) else value
-                others = any(word in name for word in ("resid", "hidden"))
-                if "drop" in name and not others and isinstance(p, float) and p > 0:
+                rate = getattr(value, "p", value)
+                of_output = "resid" in name or "hidden" in name
+                if "drop" in name and not of_output and isinstance(rate, float) and rate > 0:
                     return True
     return False
 
@@ -298,9 +280,10 @@ def _trial_error(module: nn.Module) -> float:
 
     Windows are made short, so that they matter.
     """
-    config: Any = module.config.get_text_config()  # type: ignore[union-attr, operator]
     device = module.get_input_embeddings().weight.device  # type: ignore[operator]
-    ids = torch.randint(config.vocab_size, (3, 9), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        _config(module).vocab_size, (3, 9), generator=torch.Generator().manual_seed(0)
+    )
     ids[2, 2:6] = ids[0, :4]  # sequence 2 begins at 2
     mask = torch.ones_like(ids)
     mask[0, 8:] = mask[1, :4] = mask[2, :2] = 0
@@ -312,21 +295,23 @@ def _trial_error(module: nn.Module) -> float:
         return module.forward(**inputs)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(evaluating(module))
-        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
-        stack.enter_context(_short_windows(module))
-        for part in module.modules():
-            stack.enter_context(runtime_hooks_only(part))
-        together = packed_forward(module, run)(input_ids=ids, attention_mask=mask)
-        packed = together.last_hidden_state
+        gpus = [device] if device.type == "cuda" else []
+        for context in (
+            evaluating(module),
+            torch.random.fork_rng(gpus),
+            _short_windows(module),
+            *map(runtime_hooks_only, module.modules()),
+        ):
+            stack.enter_context(context)
+        packed = packed_forward(module, run)(input_ids=ids, attention_mask=mask).last_hidden_state
         if not was_packed:
-            raise ValueError("the configuration asks for all hidden states or attentions")
+            raise ValueError("the configuration asks for hidden states, attentions or a tuple")
         error = largest = 0.0
         for row, real, found in zip(ids, mask == 1, packed, strict=True):
             out = module.forward(input_ids=row[real][None], use_cache=False).last_hidden_state[0]
             error = max(error, float((out - found[real]).abs().max().nan_to_num(math.inf)))
             largest = max(largest, float(out.abs().max()))
-    return error / (largest * math.sqrt(torch.finfo(packed.dtype).eps))
+    return error / (largest * float(torch.finfo(packed.dtype).eps) ** 0.5)
 
 
 @contextlib.contextmanager

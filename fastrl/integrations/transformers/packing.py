@@ -5,8 +5,9 @@ Only numbers of tokens and places are computed here; no model is called.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -53,10 +54,8 @@ def rows_of(units: Iterable[Unit], tokens: int | None = None) -> list[Row]:
     """Pack units into rows, as few as first fit finds.
 
     Args:
-        units: The units. One with more than `tokens` tokens is divided, so that its prefix lies in
-            several rows.
-        tokens: The most tokens per row, or None for a single row. A longer sequence has a row of
-            its own.
+        units: The units. One of more than `tokens` tokens is divided, with its prefix in each part.
+        tokens: The most tokens per row; a longer sequence has a row of its own. None: one row.
 
     Returns:
         The rows.
@@ -95,36 +94,33 @@ def shared_prefixes(token_ids: Tensor, lengths: list[int]) -> list[Unit]:
     Returns:
         The units.
     """
-    ends = np.cumsum(lengths)
-    ids = [part.astype(">i8") for part in np.split(token_ids.numpy(), ends[:-1])]
-    order = [i for i in sorted(range(len(ids)), key=lambda i: ids[i].tobytes()) if lengths[i]]
-    equal = [_common(ids[a], ids[b]) for a, b in zip(order, order[1:], strict=False)]
-    # of the first n sequences: the most tokens that are saved; the start and prefix of the last unit
-    saved, starts, prefixes = [0], [0], [0]
-    for end in range(1, len(order) + 1):
-        most, start, prefix = saved[-1], end - 1, 0
-        shared = longest = lengths[order[end - 1]]
-        for first in range(end - 2, -1, -1):
+    ids = np.split(token_ids.numpy(), np.cumsum(lengths)[:-1])
+    keys = [part.astype(">i8").tobytes() for part in ids]  # which sort as the numbers
+    order = [i for i in sorted(range(len(ids)), key=keys.__getitem__) if lengths[i]]
+    equal = [_common(ids[a], ids[b]) for a, b in itertools.pairwise(order)]
+    # of the first n sequences: the most tokens saved, the first and the prefix of the last unit
+    best = [(0, 0, 0)]
+    for last, sequence in enumerate(order):
+        best.append((best[last][0], last, 0))
+        shared = longest = lengths[sequence]
+        for first in range(last - 1, -1, -1):
             shared, longest = min(shared, equal[first]), max(longest, lengths[order[first]])
             if shared == 0 or shared < _LEAST * longest:
                 break
-            total = saved[first] + shared * (end - 1 - first)
-            if total > most:
-                most, start, prefix = total, first, shared
-        saved.append(most)
-        starts.append(start)
-        prefixes.append(prefix)
-    units, end = [], len(order)
+            saved = best[first][0] + shared * (last - first)
+            if saved > best[-1][0]:
+                best[-1] = (saved, first, shared)
+    units: list[Unit] = []
+    end = len(order)
     while end:
-        members = tuple(order[starts[end] : end])
-        units.append(
-            Unit(members, prefixes[end], tuple(lengths[i] - prefixes[end] for i in members))
-        )
-        end = starts[end]
+        _, first, prefix = best[end]
+        members = tuple(order[first:end])
+        units.append(Unit(members, prefix, tuple(lengths[i] - prefix for i in members)))
+        end = first
     return units[::-1]
 
 
-def _common(one: np.ndarray, other: np.ndarray) -> int:
+def _common(one: Any, other: Any) -> int:
     """Return the number of equal tokens at the beginning."""
     size = min(len(one), len(other))
     differs = one[:size] != other[:size]
