@@ -70,7 +70,8 @@ def _attend_packed(
     if not (getattr(module, "is_causal", True) if causal is None else causal):
         raise ValueError("attention must be causal in packed rows")
     layout = sequences.on(query.device)
-    return attend_by_sequence(module, query, key, value, None, sequences=layout, **options)
+    out, _ = attend_by_sequence(module, query, key, value, None, sequences=layout, **options)
+    return out.contiguous(), None  # the same strides every time, for a compiled graph
 
 
 AttentionInterface.register("sdpa", _attend)

@@ -274,6 +274,23 @@ def test_one_sequence():
     torch.testing.assert_close(states, alone(model)[1:2], rtol=0, atol=1e-5)
 
 
+def test_compiled_rows_are_not_compiled_for_each_length():
+    model, graphs = make_model(), []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(lambda **inputs: type(model).forward(model, **inputs), backend=backend)
+    forward = packed_forward(model, compiled)
+    for length in range(12, 25):
+        ids, mask = IDS[:, :length], MASK[:, :length]
+        states = forward(input_ids=ids, attention_mask=mask).last_hidden_state
+        torch.testing.assert_close(states, alone(model, ids, mask), rtol=0, atol=1e-5)
+        known = len(graphs) if length < 15 else known
+    assert 0 < known == len(graphs)
+
+
 GAP, FULL = MASK.clone(), torch.ones_like(MASK)
 GAP[0, 10] = 0
 PASSED_ON = {
