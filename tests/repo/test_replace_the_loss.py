@@ -8,7 +8,8 @@ import torch
 
 import fastrl
 from tests.integrations.packages import needed
-from tests.integrations.trl.runs import VOCABULARY, make_model, make_trainer, save_model
+from tests.integrations.trl.kinds import make_trainer
+from tests.integrations.trl.runs import VOCABULARY, make_model, save_model
 
 transformers = needed("transformers")
 from fastrl.integrations.transformers import (  # noqa: E402

@@ -1,7 +1,6 @@
 """Runs of TRL's trainers on several gloo ranks on the CPU, with fastrl and without."""
 
 import contextlib
-import functools
 import hashlib
 import os
 import socket
@@ -9,8 +8,8 @@ import socket
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-#: how fastrl is used: not at all, with the fused loss, for log-probabilities and entropies
-USES = {"none": None, "fused": True, "primitive": False}
+from tests.integrations.trl.kinds import make_trainer, used
+from tests.integrations.trl.runs import run
 
 
 def import_trl():
@@ -26,19 +25,17 @@ def import_trl():
     torch.set_num_threads(1)  # a thread would not be there after a fork
 
 
-def run_on_ranks(layout, model, path, *, world=2, uses=tuple(USES), **options):
+def run_on_ranks(layout, model, path, uses, *, world=2, **options):
     """Train on ``world`` ranks, forked from this process; for each use, what each rank found.
 
     Args:
         layout: ``"ddp"``, ``"fsdp1"``, ``"fsdp2"``, ``"zero1"``, ``"zero2"`` or ``"zero3"``.
         model: A directory as `save_model` makes it.
         path: Where the ranks may write.
+        uses: The arguments of `use_fastrl` of each use by its name, or None for TRL alone.
         world: How many ranks.
-        uses: Keys of `USES`.
-        **options: Of `GRPOConfig`, or ``make``, another function that makes the trainer and what it
-            takes, or ``lora`` with options of `LoraConfig`, or ``compiled=True``
-            where fastrl is used, or ``unknown_input=True`` for the batches of the last rank, or
-            ``replay=True`` for the tokens that were kept.
+        **options: Of `make_trainer`, its ``kind`` included, or ``compiled=True`` where fastrl is
+            used, or ``unknown_input=True`` for the batches of the last rank.
     """
     arguments = (environments(world), layout, model, path, uses, options)
     torch.multiprocessing.start_processes(_rank, arguments, nprocs=world, start_method="fork")
@@ -65,7 +62,7 @@ def environments(world):
 def _rank(rank, places, layout, model, path, uses, options):
     os.environ |= places[rank]
     choose_cpu(layout)
-    found = {use: _train(layout, model, path, dict(options), USES[use]) for use in uses}
+    found = {use: _train(layout, model, path, dict(options), uses[use]) for use in uses}
     torch.save(found, path / f"found.{rank}")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
@@ -113,31 +110,17 @@ def options_of(layout):
     return {"use_cpu": False, "deepspeed": settings}
 
 
-def _train(layout, model, path, options, fused):
+def _train(layout, model, path, options, use):
     from accelerate.state import AcceleratorState, GradientState
 
-    from fastrl.integrations.trl import use_fastrl
-    from tests.integrations.trl.runs import make_trainer, run
-
-    if options.pop("compiled", False) and fused is not None:
+    if options.pop("compiled", False) and use is not None:
         options |= {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-    unknown_input, replay = options.pop("unknown_input", False), options.pop("replay", False)
-    lora, peft_config = options.pop("lora", None), None
-    if lora is not None:
-        import peft
-
-        lora = {"r": 2, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **lora}
-        peft_config = peft.LoraConfig(**lora)
+    unknown_input = options.pop("unknown_input", False)
     options = {"output_dir": str(path / "directory"), **options_of(layout), **options}
-    make = options.pop("make", None)
-    if make is None:
-        options = {"beta": 0.1, "num_iterations": 2, "peft_config": peft_config, **options}
-    trainer = (make or make_trainer)(model, **options)
+    trainer = make_trainer(model, **options)
     if unknown_input and os.environ["RANK"] == str(trainer.accelerator.num_processes - 1):
         _add_unknown_input(trainer)
-    use = functools.partial(use_fastrl, fused=fused, replay_kept_tokens=replay)
-    used = contextlib.nullcontext if fused is None else use
-    steps, losses, handle = run(trainer, used)
+    steps, losses, handle = run(trainer, contextlib.nullcontext if use is None else used(**use))
     wrapped = trainer.model_wrapped
     found = {
         "steps": steps,

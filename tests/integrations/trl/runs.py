@@ -1,11 +1,9 @@
-"""Short runs of TRL's trainers with and without fastrl, on a small model and tokenizer."""
+"""A small model and tokenizer, and a short run of one of TRL's trainers."""
 
 import contextlib
 
 import pytest
 import torch
-
-from tests.integrations.packages import needed
 
 VOCABULARY = 61
 SPECIAL = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>", "unk_token": "<unk>"}
@@ -21,7 +19,9 @@ def make_tokenizer():
     model = tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>")
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL)
+    fast.chat_template = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
+    return fast
 
 
 def make_model(kind="LlamaConfig", **changes):
@@ -85,31 +85,6 @@ def prompts():
     return [words(i, 2 + i % 3) for i in range(12)]
 
 
-def make_trainer(
-    model, kind="GRPO", output_dir="unused", peft_config=None, rollout_func=None, **options
-):
-    trl = needed("trl")
-    datasets = needed("datasets")
-    config = getattr(trl, f"{kind}Config")(
-        **{
-            **OPTIONS,
-            "output_dir": output_dir,
-            "num_generations": 4,
-            "max_completion_length": 7,
-            **options,
-        }
-    )
-    return getattr(trl, f"{kind}Trainer")(
-        model=model,
-        reward_funcs=reward_even,
-        args=config,
-        train_dataset=datasets.Dataset.from_dict({"prompt": prompts()}),
-        processing_class=make_tokenizer(),
-        peft_config=peft_config,
-        **({} if rollout_func is None else {"rollout_func": rollout_func}),
-    )
-
-
 def batch_of(ids, prompt, *, mask=None, advantages, **more):
     """A batch as TRL gives it to its loss; of each row of ``ids``, ``prompt`` are the prompt."""
     mask = torch.ones_like(ids) if mask is None else mask
@@ -140,28 +115,6 @@ def run(trainer, use=contextlib.nullcontext):
         del trainer.compute_loss
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     return steps, losses, handle
-
-
-def both(path, kind="GRPO", prepared=lambda trainer: None, *, make=make_trainer, **options):
-    """Train without fastrl and with it, each after ``prepared(trainer)``; compare all numbers.
-
-    Returns:
-        The handle, and the log of each step with fastrl.
-    """
-    from fastrl.integrations.trl import use_fastrl
-
-    found = []
-    for use in ((), (use_fastrl,)):
-        torch.manual_seed(0)
-        trainer = make(path, kind, **options)
-        prepared(trainer)
-        found.append(run(trainer, *use))
-    (theirs, their_losses, _), (ours, our_losses, handle) = found
-    check_equal(ours, theirs)
-    assert our_losses == pytest.approx(their_losses, abs=1e-4)
-    assert len(ours) == trainer.args.max_steps
-    assert max(step["grad_norm"] for step in ours) > 1e-3
-    return handle, ours
 
 
 def check_equal(ours, theirs):

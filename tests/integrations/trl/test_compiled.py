@@ -5,7 +5,8 @@ import torch
 import transformers
 
 from tests.integrations.packages import needed
-from tests.integrations.trl.runs import check_equal, make_trainer, run
+from tests.integrations.trl.kinds import make_trainer
+from tests.integrations.trl.runs import check_equal, run
 
 needed("trl")
 from fastrl.integrations.trl import use_fastrl  # noqa: E402

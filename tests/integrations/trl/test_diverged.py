@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tests.integrations.packages import needed
-from tests.integrations.trl.runs import batch_of, make_trainer, run
+from tests.integrations.trl.kinds import make_trainer
+from tests.integrations.trl.runs import batch_of, run
 
 needed("trl")
 from fastrl.integrations.trl import use_fastrl  # noqa: E402

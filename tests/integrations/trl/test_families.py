@@ -1,14 +1,12 @@
 """TRL's GRPOTrainer with fastrl and without, for many types of models."""
 
-import math
-
 import pytest
 
 from tests.integrations.packages import needed
-from tests.integrations.trl.runs import both, make_trainer, run, save_model
+from tests.integrations.trl.kinds import both, check_autocast
+from tests.integrations.trl.runs import save_model
 
 needed("trl")
-from fastrl.integrations.trl import use_fastrl  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -48,32 +46,13 @@ TWO_STEPS = {
     "epsilon": 0.05,
     "learning_rate": 0.05,
 }
-#: TRL rounds the logits to bfloat16 under autocast and fastrl does not: 2^-9 of logits of about 4,
-#: hence about 1e-2 in a log-probability, as much relative in a gradient, and a token more or less
-#: that is clipped.
-BFLOAT16 = {"loss": 2e-2, "kl": 2e-2, "entropy": 1e-2, "aux_loss": 1e-2}
-
-
-def check_under_autocast(path, **options):
-    """A step under bfloat16 autocast is equal to rounding."""
-    found = []
-    for use in ((), (use_fastrl,)):
-        trainer = make_trainer(path, bf16=True, beta=0.04, max_steps=1, **options)
-        found.append(run(trainer, *use)[0][0])
-    theirs, ours = found
-    for name, tolerance in BFLOAT16.items():
-        if name in theirs:
-            assert ours[name] == pytest.approx(theirs[name], abs=tolerance), name
-    assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=5e-2)
-    assert math.isfinite(ours["grad_norm"])
-    assert ours["grad_norm"] > 0
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_steps_are_equal(kind, tmp_path):
     path = save_model(tmp_path / "model", kind, **FAMILIES[kind])
     assert both(path, output_dir=tmp_path, **TWO_STEPS)[0].fused
-    check_under_autocast(path, output_dir=tmp_path)
+    check_autocast(path, output_dir=tmp_path, beta=0.04)
 
 
 @pytest.mark.parametrize("kind", EXPERTS)
@@ -83,4 +62,4 @@ def test_steps_of_a_mixture_of_experts_are_equal(kind, tmp_path):
     handle, steps = both(path, **options)
     assert handle.fused
     assert all(step["aux_loss"] > 1 for step in steps)
-    check_under_autocast(path, output_dir=tmp_path)
+    check_autocast(path, output_dir=tmp_path, beta=0.04)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.integrations.packages import needed
-from tests.integrations.trl.answering import make_answering
+from tests.integrations.trl.kinds import make_trainer as make_answering
 from tests.integrations.trl.runs import VOCABULARY, check_equal, make_model, run
 
 trl = needed("trl")

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.integrations.packages import needed
-from tests.integrations.trl.runs import batch_of, make_model, make_trainer, run
+from tests.integrations.trl.kinds import make_trainer
+from tests.integrations.trl.runs import batch_of, make_model, run
 
 transformers = needed("transformers")
 needed("trl")

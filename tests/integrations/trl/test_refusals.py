@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.integrations.packages import needed
-from tests.integrations.trl.runs import VOCABULARY, make_model, make_trainer
+from tests.integrations.trl.kinds import make_trainer
+from tests.integrations.trl.runs import VOCABULARY, make_model
 
 transformers, trl = needed("transformers"), needed("trl")
 from fastrl.integrations.trl import use_fastrl  # noqa: E402

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tests.integrations.packages import needed
-from tests.integrations.trl.runs import VOCABULARY, make_trainer
+from tests.integrations.trl.kinds import make_trainer
+from tests.integrations.trl.runs import VOCABULARY
 
 trl = needed("trl")
 from transformers import TrainerCallback  # noqa: E402

@@ -1,12 +1,15 @@
-"""Which adapter a trainer of TRL gets: its class decides, with the methods that must be TRL's."""
+"""Which adapter a trainer of TRL gets, and what each refuses: the trainer is then unchanged."""
 
 import importlib
 import types
 
 import pytest
+import torch
 
 from tests.integrations.packages import needed
-from tests.integrations.trl.distilling import make_distillation
+from tests.integrations.trl.kinds import KINDS
+from tests.integrations.trl.runs import make_model
+from tests.integrations.trl.test_refusals import set_all
 
 trl = needed("trl")
 from fastrl.integrations.trl import use_fastrl  # noqa: E402
@@ -16,9 +19,17 @@ from fastrl.integrations.trl.trainers import TRAINERS  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.fixture(scope="module")
-def trainer(tiny_path, tmp_path_factory):
-    return make_distillation(tiny_path, output_dir=tmp_path_factory.mktemp("out"))
+def refused(trainer, sentence, **use):
+    before = dict(trainer.__dict__)
+    with pytest.raises(ValueError, match=sentence):
+        use_fastrl(trainer, **use)
+    assert trainer.__dict__ == before
+
+
+def test_every_trainer_has_a_kind():
+    """Except one that needs a GPU, of which test_fused_forward.py computes a loss."""
+    names = [row.name.removesuffix("Trainer") for row in TRAINERS]
+    assert set(names) - KINDS.keys() == {"AsyncGRPO"}
 
 
 @pytest.mark.parametrize("row", TRAINERS, ids=lambda row: row.name)
@@ -28,99 +39,156 @@ def test_every_class_is_where_the_table_says(row):
     assert all(callable(getattr(base, method)) for method in row.methods)
 
 
-def server():
-    return importlib.import_module("trl.experimental.server_distillation").ServerDistillationTrainer
+METHODS = [(row, method) for row in TRAINERS for method in row.methods]
 
 
-def renamed():
-    """The class of the deprecated import, whose instances have no hash."""
-    return importlib.import_module("trl.experimental.distillation").DistillationTrainer
+@pytest.mark.parametrize(("row", "method"), METHODS, ids=lambda x: getattr(x, "name", x))
+def test_another_loss_is_refused(row, method, trainers, monkeypatch):
+    """In a subclass, and in the instance."""
+    trainer = trainers(row.name.removesuffix("Trainer"))
+    with monkeypatch.context() as patch:
+        own = type("MyTrainer", (type(trainer),), {method: lambda *_: None})
+        patch.setattr(trainer, "__class__", own)
+        refused(trainer, rf"MyTrainer overrides {row.name}\.{method}, which")
+    monkeypatch.setattr(trainer, method, print)
+    refused(trainer, rf"trainer\.{method} is already replaced")
 
 
-def with_own(**methods):
-    return lambda: type("MyTrainer", (trl.DistillationTrainer,), methods)
+def test_trls_subclass_with_another_loss_is_refused(trainers, monkeypatch):
+    server = importlib.import_module("trl.experimental.server_distillation")
+    trainer = trainers("Distillation")
+    monkeypatch.setattr(trainer, "__class__", server.ServerDistillationTrainer)
+    refused(trainer, r"ServerDis.* overrides DistillationTrainer\..*Teacher\.from_top_k")
 
 
+def test_a_subclass_with_the_same_loss_is_accepted(trainers, monkeypatch):
+    """As is the class of the deprecated import, whose instances have no hash."""
+    trainer = trainers("Distillation")
+    deprecated = importlib.import_module("trl.experimental.distillation").DistillationTrainer
+    for kind in (deprecated, type("MyTrainer", (type(trainer),), {"log": print})):
+        monkeypatch.setattr(trainer, "__class__", kind)
+        with use_fastrl(trainer) as handle:
+            assert handle.fused
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_choices_that_do_not_fit_are_refused(kind, trainers, monkeypatch):
+    trainer, fused = trainers(kind), KINDS[kind].fused
+    refused(trainer, "backend 'cuda' cannot do this call", backend="cuda")
+    if kind not in ("GRPO", "RLOO"):
+        refused(trainer, f"fused must be None or {fused}", fused=not fused)
+        refused(trainer, f"must be False for a {kind}Trainer", replay_kept_tokens=True)
+    use_fastrl(trainer, fused=fused).undo()
+    monkeypatch.setattr(trainer.model, "hf_device_map", {"a": 0, "b": 1}, raising=False)
+    refused(trainer, "several devices")
+
+
+def other(self, model, batch, cache):
+    return None
+
+
+OF_IWOPD = "__class__._compute_iw_opd_loss"
+SERVER = {"use_teacher_server": True}
+SEVERAL = types.SimpleNamespace(hf_device_map={"a": 0, "b": 1})
+#: A kind, what is changed in the trainer (where: to what), and the error message.
 REFUSED = {
-    "TRL's subclass": (
-        server,
-        r"ServerDistillationTrainer overrides DistillationTrainer\..*Teacher\.from_top_k",
+    "no teacher": ("Distillation", {"teacher_model": None}, "has no teacher_model"),
+    "a teacher without a head": (
+        "Distillation",
+        {"teacher_model": types.SimpleNamespace()},
+        "must be a causal language model",
     ),
-    "a subclass with a loss": (
-        with_own(_compute_loss=lambda self, *_: None),
-        r"MyTrainer overrides DistillationTrainer\._compute_loss, which",
+    "a teacher on several devices": (
+        "Distillation",
+        {"teacher_model": SEVERAL},
+        "several devices",
     ),
-    "a subclass around the loss": (
-        with_own(compute_loss=lambda self, *_: None),
-        r"MyTrainer overrides DistillationTrainer\.compute_loss, which",
+    "no function": (
+        "Distillation",
+        {"__class__._compute_loss": other},
+        "does not call _chunked_divergence_loss",
+    ),
+    "no teacher of tokens": ("IWOPD", {"teacher_model": None}, "has no teacher_model"),
+    "a server": ("IWOPD", SERVER, "its teacher is a server"),
+    "a few tokens": (
+        "IWOPD",
+        {"loss_top_k": 1},
+        "`loss_top_k > 0`, TRL's default: the divergence",
+    ),
+    "no softmax": ("IWOPD", {OF_IWOPD: other}, r"TRL does not call F\.log_softmax"),
+    "a server of SDFT": ("SDFT", SERVER, r"their teacher is a server.*Teacher\.from_top_k"),
+    "a server of SDPO": ("SDPO", SERVER, r"their teacher is a server.*Teacher\.from_top_k"),
+    "two vocabularies": (
+        "GOLD",
+        {"use_uld_loss": True, "teacher_tokenizer": "another"},
+        "`use_uld_loss=True`: the loss compares sorted",
+    ),
+    "other arguments": (
+        "CPO",
+        {"__class__.concatenated_forward": other},
+        "takes model, batch, cache, not model, batch",
+    ),
+    "no entropy": (
+        "TPO",
+        {"__class__._compute_loss": other},
+        "does not call selective_log_softmax_and_entropy and",
     ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_subclass_with_another_loss_is_refused(name, trainer, monkeypatch):
-    kind, sentence = REFUSED[name]
-    monkeypatch.setattr(trainer, "__class__", kind())
-    before = dict(trainer.__dict__)
-    with pytest.raises(ValueError, match=sentence):
-        use_fastrl(trainer)
-    assert trainer.__dict__ == before
+def test_a_setting_is_refused(name, trainers, monkeypatch):
+    kind, changes, sentence = REFUSED[name]
+    trainer = trainers(kind)
+    set_all(monkeypatch, trainer, changes)
+    refused(trainer, sentence)
 
 
-@pytest.mark.parametrize("kind", [renamed, with_own(log=print)], ids=["deprecated", "own"])
-def test_a_subclass_with_the_same_loss_is_accepted(kind, trainer, monkeypatch):
-    monkeypatch.setattr(trainer, "__class__", kind())
-    with use_fastrl(trainer) as handle:
-        assert handle.fused
-
-
-SETTINGS = {
-    "no log-probabilities to replace": ({}, {"fused": False}, "fused must be None or True"),
-    "no sampler": ({}, {"replay_kept_tokens": True}, "replay_kept_tokens must be False for a Dis"),
-    "a backend that cannot run": ({}, {"backend": "cuda"}, "backend 'cuda' cannot do this call"),
-    "no teacher": ({"teacher_model": None}, {}, "has no teacher_model"),
-    "a teacher without a head": (
-        {"teacher_model": types.SimpleNamespace()},
-        {},
-        "must be a causal language model",
+ACCEPTED = {
+    "TRL compares the distributions all the same": (
+        "GOLD",
+        {"use_uld_loss": True, "teacher_tokenizer": None},
     ),
-    "a teacher on several devices": (
-        {"teacher_model": types.SimpleNamespace(hf_device_map={"a": 0, "b": 1})},
-        {},
-        "several devices",
-    ),
-    "a patched loss": ({"compute_loss": print}, {}, r"trainer\.compute_loss is already replaced"),
+    "a loss of tokens": ("IWOPD", {"distillation_objective": "iw_opd", "loss_top_k": 1}),
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_a_setting_is_refused(name, trainer, monkeypatch):
-    changes, options, sentence = SETTINGS[name]
-    for attribute, value in changes.items():
-        monkeypatch.setattr(trainer, attribute, value, raising=False)
-    before = dict(trainer.__dict__)
-    with pytest.raises(ValueError, match=sentence):
-        use_fastrl(trainer, **options)
-    assert trainer.__dict__ == before
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_a_setting_is_accepted(name, trainers, monkeypatch):
+    kind, changes = ACCEPTED[name]
+    trainer = trainers(kind)
+    set_all(monkeypatch, trainer, changes)
+    with use_fastrl(trainer) as handle:
+        assert handle.fused == (kind == "GOLD")
+    if not handle.fused:
+        refused(trainer, "fused must be None or False for IWOPD", fused=True)
 
 
-def other_loss(student_hidden_states, **_):
-    return None
+def test_another_tokenizer_of_the_teacher_stops_the_loss(trainers, monkeypatch):
+    trainer = trainers("IWOPD")
+    monkeypatch.setattr(trainer, "_local_teacher_tokenizer_matches_student", False)
+    with use_fastrl(trainer), pytest.raises(ValueError, match="same tokenizer"):
+        trainer.compute_loss(trainer.model, {"labels": torch.zeros(1, 2)})
 
 
-def without_the_function(self, student, inputs, count):
-    return None
+@pytest.mark.parametrize("kind", ["CPO", "ORPO", "A2PO", "OnlineDPO"])
+def test_prompt_tuning_is_refused(kind, trainers, monkeypatch):
+    peft, trainer = needed("peft"), trainers(kind)
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    monkeypatch.setattr(trainer, "model", peft.get_peft_model(make_model(), config))
+    refused(trainer, "does not support .* prompt or prefix tuning .*more positions than there are")
 
 
-def test_a_trl_with_another_loss_is_refused(trainer, monkeypatch):
+def test_a_trl_with_other_functions_is_refused(trainers, monkeypatch):
     functions = trl.DistillationTrainer._compute_loss.__globals__
-    with monkeypatch.context() as patch:
-        patch.setitem(functions, "_chunked_divergence_loss", other_loss)
-        with pytest.raises(ValueError, match="does not take student_hidden_states, teacher_hidden"):
-            use_fastrl(trainer)
-    monkeypatch.setattr(trl.DistillationTrainer, "_compute_loss", without_the_function)
-    with pytest.raises(ValueError, match="does not call _chunked_divergence_loss"):
-        use_fastrl(trainer)
+    monkeypatch.setitem(functions, "_chunked_divergence_loss", other)
+    refused(trainers("Distillation"), "does not take student_hidden_states, teacher_hidden")
+    for kind in ("SDFT", "SDPO"):
+        trainer = trainers(kind)
+        functions = type(trainer)._compute_self_distillation_loss.__globals__
+        monkeypatch.delitem(functions, "selective_log_softmax")
+        refused(trainer, "TRL does not call selective_log_softmax")
+        monkeypatch.undo()
 
 
 def test_a_handle_restores_what_is_still_its_own(tiny_path, tmp_path):

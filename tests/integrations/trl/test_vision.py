@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.integrations.packages import needed
-from tests.integrations.trl.distilling import make_distillation
-from tests.integrations.trl.runs import VOCABULARY, batch_of, make_trainer
+from tests.integrations.trl.kinds import compare, loss_of, make_trainer
+from tests.integrations.trl.runs import VOCABULARY, batch_of
 
 needed("trl")
 transformers = needed("transformers")
@@ -111,54 +111,33 @@ def batch(images):
     )
 
 
-@pytest.mark.parametrize(
-    ("fused", "dtype"), [(True, "float32"), (False, "float32"), (True, "autocast")]
-)
+def trainer_of(kind, output_dir, trainer="GRPO", **options):
+    """A trainer of a model with images, and a batch that the model sees the images of."""
+    model, images = KINDS[kind]()
+    if trainer == "Distillation":
+        options["teacher_model"] = KINDS[kind]()[0]
+    trainer, inputs = make_trainer(model, trainer, output_dir=output_dir, **options), batch(images)
+    others = {**inputs, "pixel_values": -inputs["pixel_values"]}
+    of_others, value = (loss_of(trainer, x)[0].item() for x in (others, inputs))
+    assert value != pytest.approx(of_others)
+    return trainer, inputs
+
+
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_losses_and_gradients_are_equal(kind, fused, dtype, tmp_path):
-    found = []
-    for use in (False, True):
-        torch.manual_seed(5)
-        model, images = KINDS[kind]()
-        trainer = make_trainer(model, output_dir=tmp_path, bf16=dtype == "autocast")
-        trainer.current_gradient_accumulation_steps = 1
-        trainer.model.train()
-        if use:
-            assert use_fastrl(trainer, fused=fused).fused == fused
-        inputs = batch(images)
-        loss = trainer.compute_loss(trainer.model, dict(inputs))
-        loss.backward()
-        # the model sees the images
-        inputs["pixel_values"] = -images["pixel_values"]
-        other = trainer.compute_loss(trainer.model, inputs)
-        assert other.item() != pytest.approx(loss.item())
-        grads = [p.grad for p in trainer.model.parameters()]
-        found.append((loss, grads, dict(trainer._metrics["train"])))
-    (theirs, their_grads, their_metrics), (ours, our_grads, our_metrics) = found
-    if dtype == "autocast":  # to rounding, as in the tests of the families
-        assert ours.item() == pytest.approx(theirs.item(), abs=2e-2)
-        return
-    assert ours.item() == pytest.approx(theirs.item(), abs=1e-4)
-    torch.testing.assert_close(our_grads, their_grads, rtol=1e-3, atol=1e-4)
-    for name in ("entropy", "clip_ratio/low_mean"):
-        assert our_metrics[name] == pytest.approx(their_metrics[name], abs=1e-4)
+def test_losses_and_gradients_are_equal(kind, fused, tmp_path):
+    compare(*trainer_of(kind, tmp_path), tolerance=1e-4, use={"fused": fused})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_under_autocast_are_equal(kind, tmp_path):
+    """To rounding, as in the tests of the families."""
+    trainer, inputs = trainer_of(kind, tmp_path, bf16=True)
+    theirs = loss_of(trainer, inputs)[0]
+    with use_fastrl(trainer, fused=True):
+        assert loss_of(trainer, inputs)[0].item() == pytest.approx(theirs.item(), abs=2e-2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_distillation(kind, tmp_path):
-    found = []
-    for use in (False, True):
-        torch.manual_seed(5)
-        (model, images), (teacher, _) = KINDS[kind](), KINDS[kind]()
-        trainer = make_distillation(model, teacher=teacher, output_dir=tmp_path, beta=0.3)
-        trainer.model.train()
-        if use:
-            use_fastrl(trainer)
-        inputs = batch(images)
-        loss = trainer.compute_loss(trainer.model, dict(inputs))
-        loss.backward()
-        inputs["pixel_values"] = -images["pixel_values"]
-        other = trainer.compute_loss(trainer.model, inputs)
-        assert other.item() != pytest.approx(loss.item())
-        found.append([loss.detach(), *(p.grad for p in trainer.model.parameters())])
-    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-4)
+    compare(*trainer_of(kind, tmp_path, "Distillation", beta=0.3), tolerance=1e-4)
