@@ -24,26 +24,27 @@ def make_tokenizer():
     return fast
 
 
+#: Of any model.
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+    "initializer_range": 0.3,
+}
+
+
 def make_model(kind="LlamaConfig", **changes):
     import transformers
 
     torch.manual_seed(7)
-    config = getattr(transformers, kind)(
-        **{
-            "vocab_size": VOCABULARY,
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": 8,
-            "pad_token_id": 0,
-            "eos_token_id": 1,
-            "bos_token_id": 2,
-            "initializer_range": 0.3,
-            **changes,
-        }
-    )
+    config = getattr(transformers, kind)(**{**SIZES, **changes})
     return transformers.AutoModelForCausalLM.from_config(config).float()
 
 

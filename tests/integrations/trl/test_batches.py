@@ -8,10 +8,12 @@ import torch
 
 from tests.integrations.packages import needed
 from tests.integrations.trl.kinds import compare, loss_of, make_trainer
-from tests.integrations.trl.runs import VOCABULARY
+from tests.integrations.trl.runs import VOCABULARY, make_model
 
 needed("trl")
-from fastrl.integrations.trl import use_fastrl  # noqa: E402
+from fastrl.integrations.transformers import LmHead, lm_head  # noqa: E402
+from fastrl.integrations.trl import top_tokens, use_fastrl  # noqa: E402
+from fastrl.integrations.trl.two_models import Side  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -147,21 +149,15 @@ def test_outputs_of_tpo_are_trls(tiny_path, tmp_path):
     assert outputs.logits.shape == (*inputs["input_ids"].shape, VOCABULARY)
 
 
-def test_one_pass_without_logits_of_the_sequences(trainer_of, monkeypatch):
-    """TRL's operator, which calls no head either, is not called."""
-    trainer = trainer_of("Distillation")
+def test_one_pass_that_is_its_own(trainers, trainer_of, monkeypatch):
+    """TRL's operator, which calls no head either, is not called; but by other trainers."""
+    trainer, other = trainer_of("Distillation"), trainers("Distillation")
     functions = type(trainer)._compute_loss.__globals__
     monkeypatch.setitem(functions, "ChunkedDivergenceFunction", None)
     with use_fastrl(trainer):
         loss_of(trainer, batch(trainer))
-
-
-def test_other_trainers_are_not_affected(trainers, tiny_path, tmp_path):
-    other = make_trainer(tiny_path, "Distillation", output_dir=tmp_path)
-    with use_fastrl(trainers("Distillation")):
-        assert "_compute_loss" not in other.__dict__
-        globals_of = type(other)._compute_loss.__globals__
-        assert globals_of["_chunked_divergence_loss"].__module__ == type(other).__module__
+        with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'apply'"):
+            loss_of(other, batch(other))
 
 
 @pytest.mark.parametrize("name", ["GKD", "GOLD"])
@@ -198,3 +194,41 @@ def test_the_reference_of_a2po_is_under_autocast(tiny_path, tmp_path):
         found.append(trainer._get_sequence_logps(*arguments))
     assert dtypes == [torch.bfloat16] * 2
     torch.testing.assert_close(found[1], found[0], atol=0.1, rtol=0)
+
+
+#: Models whose likeliest tokens `distillation_mode="topk_logits"` needs.
+HEADS = {
+    "plain": ("LlamaConfig", {}),
+    "a softcap": ("Gemma2Config", {"final_logit_softcapping": 3.0}),
+    "a factor on the logits": ("CohereConfig", {"logit_scale": 0.3}),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("chunk", [1, 1 << 20])
+def test_likeliest_tokens(name, chunk, monkeypatch):
+    monkeypatch.setattr(top_tokens, "_CHUNK", chunk)
+    kind, changes = HEADS[name]
+    ids, sides, logits = torch.tensor([[5, 6, 7, 8]]), [], []
+    for model in (make_model(kind, **changes), make_model(kind, **{**changes, "hidden_size": 32})):
+        sides.append(Side(model.base_model(ids).last_hidden_state, lm_head(model)))
+        logits.append(model(ids).logits.detach() / 0.7)
+    mask = torch.tensor([[1, 0, 1, 1]])
+    given = {"beta": 0.5, "temperature": 0.7, "has_tail": False}
+    teacher = top_tokens.top_k_teacher(*sides, mask, 3, **given)
+    expected = logits[0].topk(3).indices
+    of_teacher = logits[1].log_softmax(-1).gather(-1, expected)
+    assert (teacher.token_ids[mask == 1] == expected[mask == 1]).all()
+    torch.testing.assert_close(teacher.logprobs[mask == 1], of_teacher[mask == 1])
+    assert (teacher.logprobs[mask == 0] == 0).all()
+    assert (teacher.beta, teacher.has_tail) == (0.5, False)
+
+
+def test_likeliest_tokens_of_an_adapted_head():
+    hidden, weight, bias = torch.randn(1, 2, 4), torch.randn(9, 4), torch.randn(9)
+    a, b = torch.randn(2, 4), torch.randn(9, 2)
+    side = Side(hidden, LmHead(weight, bias, (a, b, 0.5), 1.0, None))
+    given = {"beta": 1.0, "temperature": 1.0, "has_tail": True}
+    teacher = top_tokens.top_k_teacher(side, side, torch.ones(1, 2), 4, **given)
+    logprobs = (hidden @ (weight + 0.5 * b @ a).t() + bias).log_softmax(-1)
+    torch.testing.assert_close(teacher.logprobs, logprobs.topk(4).values)

@@ -26,7 +26,9 @@ LORA = {"r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": Fal
 OF_HEAD = {**LORA, "target_modules": ["q_proj", "lm_head"]}
 PROMPT = {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 2}
 PREFIX = {**PROMPT, "peft_type": "PREFIX_TUNING"}
-TWICE = {"num_iterations": 2, "epsilon": 0.05}
+PROMPTS = {"learning_rate": 0.05, "beta": 0.0, "num_iterations": 2, "epsilon": 0.05}
+CLIPPED = {"num_iterations": 2, "epsilon": 0.1}
+FULL = {"distillation_mode": "full_logits", "distillation_alpha": 0.5}
 OWN = {"lmbda": 1.0, **ACCUMULATED}
 OF_DATA = {"beta": 0.0, "lmbda": 0.0, "temperature": 0.7}
 TOKENS = {"distillation_objective": "iw_opd"}
@@ -34,22 +36,20 @@ SAMPLED = {"distillation_mode": "sampled_token", "distillation_alpha": 1.0}
 TOP = {"distillation_mode": "topk_logits", "distillation_topk": 5}
 LIVE = {"teacher_model_kind": "live"}
 BASE = {"teacher_model_kind": "base"}
+OF_SEQUENCES = {"importance_sampling_level": "sequence"}
 RATIOS = {"num_iterations": 2, "gradient_accumulation_steps": 1}
 #: The options with which each trainer is compared; those of GRPO's loss are in
 #: test_losses_of_trl.py.
 CASES = {
     "GRPO": {
-        name: {"peft_config": config, "learning_rate": 0.05, "beta": beta, **TWICE}
-        for name, config, beta in (
-            ("prompt", PROMPT, 0.0),
-            ("prompt and KL", PROMPT, 0.04),
-            ("prefix", PREFIX, 0.0),
-            ("prefix and KL", PREFIX, 0.04),
-        )
+        "prompt": {**PROMPTS, "peft_config": PROMPT},
+        "prompt and KL": {**PROMPTS, "peft_config": PROMPT, "beta": 0.04},
+        "prefix": {**PROMPTS, "peft_config": PREFIX},
+        "prefix and KL": {**PROMPTS, "peft_config": PREFIX, "beta": 0.04},
     },
     "RLOO": {
-        "no KL": {"beta": 0.0, "num_iterations": 2, "epsilon": 0.1},
-        "KL": {"beta": 0.04, "num_iterations": 2, "epsilon": 0.1},
+        "no KL": {**CLIPPED, "beta": 0.0},
+        "KL": {**CLIPPED, "beta": 0.04},
     },
     "SFT": {
         "in parts": IN_PARTS,
@@ -135,17 +135,8 @@ CASES = {
     },
     "SDPO": {
         "sampled, ratios": RATIOS,
-        "full and a policy loss": {
-            **RATIOS,
-            "distillation_mode": "full_logits",
-            "distillation_weight": 0.4,
-            "distillation_alpha": 0.5,
-        },
-        "a policy loss of sequences": {
-            **RATIOS,
-            "distillation_weight": 0.0,
-            "importance_sampling_level": "sequence",
-        },
+        "full and a policy loss": {**RATIOS, **FULL, "distillation_weight": 0.4},
+        "sequences": {**OF_SEQUENCES, **RATIOS, "distillation_weight": 0.0},
         "top": {**TOP, "distillation_alpha": 1.0},
         "live, LoRA": {**LIVE, "peft_config": LORA},
     },

@@ -87,81 +87,45 @@ def other(self, model, batch, cache):
     return None
 
 
-OF_IWOPD = "__class__._compute_iw_opd_loss"
-SERVER = {"use_teacher_server": True}
+LOSS, SERVED = "__class__._compute_loss", "use_teacher_server"
 SEVERAL = types.SimpleNamespace(hf_device_map={"a": 0, "b": 1})
-#: A kind, what is changed in the trainer (where: to what), and the error message.
-REFUSED = {
-    "no teacher": ("Distillation", {"teacher_model": None}, "has no teacher_model"),
-    "a teacher without a head": (
-        "Distillation",
-        {"teacher_model": types.SimpleNamespace()},
-        "must be a causal language model",
-    ),
-    "a teacher on several devices": (
-        "Distillation",
-        {"teacher_model": SEVERAL},
-        "several devices",
-    ),
-    "no function": (
-        "Distillation",
-        {"__class__._compute_loss": other},
-        "does not call _chunked_divergence_loss",
-    ),
-    "no teacher of tokens": ("IWOPD", {"teacher_model": None}, "has no teacher_model"),
-    "a server": ("IWOPD", SERVER, "its teacher is a server"),
-    "a few tokens": (
-        "IWOPD",
-        {"loss_top_k": 1},
-        "`loss_top_k > 0`, TRL's default: the divergence",
-    ),
-    "no softmax": ("IWOPD", {OF_IWOPD: other}, r"TRL does not call F\.log_softmax"),
-    "a server of SDFT": ("SDFT", SERVER, r"their teacher is a server.*Teacher\.from_top_k"),
-    "a server of SDPO": ("SDPO", SERVER, r"their teacher is a server.*Teacher\.from_top_k"),
-    "two vocabularies": (
-        "GOLD",
-        {"use_uld_loss": True, "teacher_tokenizer": "another"},
-        "`use_uld_loss=True`: the loss compares sorted",
-    ),
-    "other arguments": (
-        "CPO",
-        {"__class__.concatenated_forward": other},
-        "takes model, batch, cache, not model, batch",
-    ),
-    "no entropy": (
-        "TPO",
-        {"__class__._compute_loss": other},
-        "does not call selective_log_softmax_and_entropy and",
-    ),
-}
+NO_TEACHER, NO_HEAD = "has no teacher_model", "must be a causal language model"
+SERVER = r"their teacher is a server.*Teacher\.from_top_k"
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_setting_is_refused(name, trainers, monkeypatch):
-    kind, changes, sentence = REFUSED[name]
+@pytest.mark.parametrize(
+    ("kind", "attribute", "value", "sentence"),
+    [
+        ("Distillation", "teacher_model", None, NO_TEACHER),
+        ("Distillation", "teacher_model", types.SimpleNamespace(), NO_HEAD),
+        ("Distillation", "teacher_model", SEVERAL, "several devices"),
+        ("Distillation", LOSS, other, "does not call _chunked_divergence_loss"),
+        ("IWOPD", "teacher_model", None, NO_TEACHER),
+        ("IWOPD", SERVED, True, "its teacher is a server"),
+        ("IWOPD", "loss_top_k", 1, "`loss_top_k > 0`, TRL's default: the divergence"),
+        ("IWOPD", "__class__._compute_iw_opd_loss", other, r"does not call F\.log_softmax"),
+        ("SDFT", SERVED, True, SERVER),
+        ("SDPO", SERVED, True, SERVER),
+        ("GOLD", "use_uld_loss", True, "`use_uld_loss=True`: the loss compares sorted"),
+        ("CPO", "__class__.concatenated_forward", other, "takes model, batch, cache, not model"),
+        ("TPO", LOSS, other, "does not call selective_log_softmax_and_entropy and"),
+    ],
+)
+def test_a_setting_is_refused(kind, attribute, value, sentence, trainers, monkeypatch):
     trainer = trainers(kind)
-    set_all(monkeypatch, trainer, changes)
+    monkeypatch.setattr(trainer, "teacher_tokenizer", "another", raising=False)
+    set_all(monkeypatch, trainer, {attribute: value})
     refused(trainer, sentence)
 
 
-ACCEPTED = {
-    "TRL compares the distributions all the same": (
-        "GOLD",
-        {"use_uld_loss": True, "teacher_tokenizer": None},
-    ),
-    "a loss of tokens": ("IWOPD", {"distillation_objective": "iw_opd", "loss_top_k": 1}),
-}
-
-
-@pytest.mark.parametrize("name", ACCEPTED)
-def test_a_setting_is_accepted(name, trainers, monkeypatch):
-    kind, changes = ACCEPTED[name]
-    trainer = trainers(kind)
-    set_all(monkeypatch, trainer, changes)
-    with use_fastrl(trainer) as handle:
-        assert handle.fused == (kind == "GOLD")
-    if not handle.fused:
-        refused(trainer, "fused must be None or False for IWOPD", fused=True)
+def test_settings_that_are_accepted(trainers, monkeypatch):
+    """Tokens have no top k; TRL compares distributions even if asked for two vocabularies."""
+    of_gold, of_iwopd = trainers("GOLD"), trainers("IWOPD")
+    set_all(monkeypatch, of_gold, {"use_uld_loss": True, "teacher_tokenizer": None})
+    set_all(monkeypatch, of_iwopd, {"distillation_objective": "iw_opd", "loss_top_k": 1})
+    with use_fastrl(of_gold) as gold, use_fastrl(of_iwopd) as iwopd:
+        assert (gold.fused, iwopd.fused) == (True, False)
+    refused(of_iwopd, "fused must be None or False for IWOPD", fused=True)
 
 
 def test_another_tokenizer_of_the_teacher_stops_the_loss(trainers, monkeypatch):

@@ -5,7 +5,7 @@ import torch
 
 from tests.integrations.packages import needed
 from tests.integrations.trl.kinds import compare, loss_of, make_trainer
-from tests.integrations.trl.runs import VOCABULARY, batch_of
+from tests.integrations.trl.runs import SIZES, batch_of
 
 needed("trl")
 transformers = needed("transformers")
@@ -17,19 +17,7 @@ IMAGE, ROWS, PROMPT, COMPLETION = 60, 4, 8, 5
 #: Where the tokens of the image are.
 PLACES = torch.zeros(ROWS, PROMPT + COMPLETION, dtype=torch.long)
 PLACES[:, 1:5] = 1
-TEXT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "initializer_range": 0.3,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "bos_token_id": 2,
-}
+TEXT = {**SIZES, "num_hidden_layers": 2}
 VISION = {
     "hidden_size": 16,
     "intermediate_size": 24,
