@@ -169,8 +169,7 @@ class Handle(Undoable):
         """Refuse a trainer that cannot run on fastrl, and a backend that cannot run."""
         if _MARK in trainer.__dict__:
             raise ValueError(
-                f"this {type(trainer).__name__} runs on fastrl: its methods are already replaced; "
-                "undo that first"
+                f"the loss of this {type(trainer).__name__} is already replaced; undo that first"
             )
         for rule in (*REFUSED, *rules):
             if rule.applies is not None and rule.applies(trainer):
@@ -226,7 +225,7 @@ def refuse_no_teacher(trainer: Any) -> None:
 
 
 def _check_packed_tokens(trainer: Any, choices: Choices) -> None:
-    if choices.packed not in (None, True, False):
+    if not (choices.packed is None or isinstance(choices.packed, bool)):
         raise TypeError(f"packed must be None or a bool, got {type(choices.packed).__name__}")
     tokens = choices.packed_tokens
     if tokens is None:

@@ -88,9 +88,10 @@ class IwOpdHandle(LossHandle):
                 f"{base.__name__}.{_OF_TOKENS} of this version of TRL does not call F.log_softmax, "
                 "which use_fastrl replaces"
             )
+        if not trainer.use_teacher_server:
+            refuse_no_teacher(trainer)
         weights = "TRL weights the log-probabilities of the tokens"
         super().__init__(trainer, choices, weights if _is_of_tokens(trainer) else None, _REFUSED)
-        refuse_no_teacher(trainer)
         normalized = SimpleNamespace(log_softmax=lambda known, dim: known)
         self._of_tokens = with_globals(getattr(trainer, _OF_TOKENS), F=normalized)
 

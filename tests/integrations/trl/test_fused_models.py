@@ -155,7 +155,7 @@ def test_other_calls_are_the_models_own(trainer):
 
 
 def test_a_second_use_is_refused(trainer):
-    with use_fastrl(trainer), pytest.raises(ValueError, match="already replaced; undo that"):
+    with use_fastrl(trainer), pytest.raises(ValueError, match="is already replaced; undo that"):
         use_fastrl(trainer)
     with use_fastrl(trainer):
         pass

@@ -154,7 +154,7 @@ def without_model(self, *_, **__):
 @pytest.mark.parametrize(
     ("scores", "sentence"),
     [
-        (with_logits, "without `fused_lm_head=True`"),
+        (with_logits, "calls its model 0 times"),
         (without_model, "calls its model 0 times"),
     ],
 )

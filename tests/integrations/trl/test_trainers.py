@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.integrations.packages import needed
-from tests.integrations.trl.kinds import KINDS
+from tests.integrations.trl.kinds import KINDS, make_trainer
 from tests.integrations.trl.runs import make_model
 from tests.integrations.trl.test_refusals import set_all
 
@@ -27,7 +27,7 @@ def refused(trainer, sentence, **use):
 
 
 def test_every_trainer_has_a_kind():
-    """Except one that needs a GPU, of which test_fused_forward.py computes a loss."""
+    """Except one that needs a GPU, of which test_fused_models.py computes a loss."""
     names = [row.name.removesuffix("Trainer") for row in TRAINERS]
     assert set(names) - KINDS.keys() == {"AsyncGRPO"}
 
@@ -125,7 +125,7 @@ def test_settings_that_are_accepted(trainers, monkeypatch):
     set_all(monkeypatch, of_iwopd, {"distillation_objective": "iw_opd", "loss_top_k": 1})
     with use_fastrl(of_gold) as gold, use_fastrl(of_iwopd) as iwopd:
         assert (gold.fused, iwopd.fused) == (True, False)
-    refused(of_iwopd, "fused must be None or False for IWOPD", fused=True)
+    refused(of_iwopd, "fused must be None or False: TRL weights", fused=True)
 
 
 def test_another_tokenizer_of_the_teacher_stops_the_loss(trainers, monkeypatch):
@@ -157,7 +157,7 @@ def test_a_trl_with_other_functions_is_refused(trainers, monkeypatch):
 
 def test_a_handle_restores_what_is_still_its_own(tiny_path, tmp_path):
     owner = types.SimpleNamespace(first=1)
-    handle = use_fastrl(make_distillation(tiny_path, output_dir=tmp_path))
+    handle = use_fastrl(make_trainer(tiny_path, output_dir=tmp_path))
     handle.replace(owner, "first", 2)
     handle.replace(owner, "second", 3)
     handle.replace(owner, "third", 4)
