@@ -108,7 +108,10 @@ class VllmEngine:
             self._tokenizer.save_pretrained(directory)
             return LLM(
                 model=directory,
-                hf_overrides={"architectures": [type(plain).__name__]},  # new models name none
+                hf_overrides={
+                    "architectures": [type(plain).__name__],  # new models name none
+                    "head_dtype": "float32",  # like the trainer's, whose logits are not rounded
+                },
                 load_format="dummy",
                 generation_config="vllm",  # its own defaults, none of the model's
                 dtype=self._dtype,

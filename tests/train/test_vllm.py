@@ -127,9 +127,13 @@ def test_bfloat16_and_its_stale_engine(monkeypatch):
     model, tokenizer = of("qwen3", torch.bfloat16)
     options = {"weights": "bfloat16", "precision": "bfloat16", "tokens_per_generation": 1}
     sampler = started(model, tokenizer, **options)
+    states = torch.randn(2, model.config.hidden_size).bfloat16()
     for _ in range(2):
         rollout, _ = sampler.sample(prompts_of(tokenizer, TEXTS), 4)
         assert difference(model, rollout) < 0.3
+        (logits,) = sampler.engine._llm.apply_model(lambda engine: engine.compute_logits(states))
+        exact = states.double() @ model.lm_head.weight.detach().double().T
+        torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-5)  # not rounded
         change(model, 0.05)
     keep_weights(sampler, monkeypatch)
     with pytest.raises(RuntimeError, match=r"bfloat16 .* at most 0\.02, got"):
