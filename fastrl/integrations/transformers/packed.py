@@ -23,11 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
-from fastrl.integrations.transformers.by_sequence import (
-    Span,
-    attend_by_sequence,
-    make_layout,
-)
+from fastrl.integrations.transformers.by_sequence import Span, attend_by_sequence, make_layout
 from fastrl.integrations.transformers.hooks import runtime_hooks_only
 from fastrl.integrations.transformers.packing import Unit, ranges, rows_of, shared_prefixes
 from fastrl.integrations.transformers.random_rows import evaluating
@@ -42,12 +38,10 @@ _KNOWN = {"input_ids", "attention_mask", "use_cache", *_PASSED_ON, *_OUTPUTS}
 
 
 class Sequences:
-    """The layout of a row. A compiled graph does not look into it."""
+    """The layout of a row on each layer's device. A compiled graph does not look into it."""
 
     def __init__(self, spans: list[Span]) -> None:
-        self.on = functools.cache(
-            functools.partial(make_layout, spans)
-        )  # layers may lie on several
+        self.on = functools.cache(functools.partial(make_layout, spans))
 
 
 _sdpa: Any = AttentionInterface()["sdpa"]
@@ -69,6 +63,8 @@ def _attend_packed(
     causal = options.pop("is_causal", None)
     if not (getattr(module, "is_causal", True) if causal is None else causal):
         raise ValueError("attention must be causal in packed rows")
+    if options.get("dropout"):
+        raise ValueError("attention must be without dropout in packed rows")
     layout = sequences.on(query.device)
     out, _ = attend_by_sequence(module, query, key, value, None, sequences=layout, **options)
     return out.contiguous(), None  # the same strides every time, for a compiled graph
@@ -107,8 +103,9 @@ def packed_forward(
         module: The backbone of a `transformers` causal language model; `why_not_packed` tells
             whether it can be packed.
         run: Its own forward, possibly compiled.
-        tokens: The most tokens per row. With several rows, each one's activations are recomputed in
-            the backward, so that the memory is that of one row. By default there is one row.
+        tokens: The most tokens per row, or None for one row. With several rows, each one's
+            activations are recomputed in the backward, so that the memory is that of one row. Ranks
+            may have different numbers of rows, so it must be None if parameters are sharded.
 
     Returns:
         A function with the arguments of `run`.
@@ -162,8 +159,6 @@ def why_not_packed(module: nn.Module) -> str | None:
     other = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if other or getattr(config, "attention_chunk_size", None):
         return f"it has layers of {', '.join(sorted(other)) or 'attention in chunks'}"
-    if attention == "sdpa" and _has_attention_dropout(module):
-        return "its attention has dropout"
     try:
         times = _trial_error(module)
     except Exception as error:
@@ -196,15 +191,10 @@ def _config(module: nn.Module) -> Any:
 def _is_known(given: dict[str, Any], config: Any) -> bool:
     """Return whether a call has only token ids and a 2-D mask, and asks for nothing else."""
     ids, mask = given.get("input_ids"), given.get("attention_mask")
-    if (
-        ids is None
-        or given.get("use_cache")
-        or ids.ndim != 2
-        or getattr(mask, "shape", ids.shape) != ids.shape
-    ):
+    if ids is None or ids.ndim != 2 or getattr(mask, "shape", ids.shape) != ids.shape:
         return False
     wanted = {name: given.get(name, getattr(config, name, off)) for name, off in _OUTPUTS.items()}
-    return wanted == _OUTPUTS and isinstance(mask, Tensor | None) and not given.keys() - _KNOWN
+    return wanted == _OUTPUTS and not given.get("use_cache") and not given.keys() - _KNOWN
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -233,9 +223,8 @@ def _plan(ids: Tensor, mask: Tensor | None, tokens: int | None, shares: bool) ->
             prefix, own = part.prefix[1] - part.prefix[0], part.own[1] - part.own[0]
             pieces += [(0, start, prefix)] if part.leads else []
             pieces += [(prefix, start + prefix, own)]
-            found[part.sequence] = done + torch.cat(
-                [torch.arange(*part.prefix), torch.arange(*part.own)]
-            )
+            own_places = torch.arange(*part.prefix), torch.arange(*part.own)
+            found[part.sequence] = done + torch.cat(own_places)
         first, places, counts = torch.tensor(pieces).unbind(1)
         inputs: dict[str, Any] = {
             "input_ids": ids.flatten()[ranges(places, counts)][None].to(device),
@@ -264,28 +253,16 @@ def _longest(config: Any) -> float:
     return math.inf
 
 
-def _has_attention_dropout(module: nn.Module) -> bool:
-    for part in module.modules():
-        if "attention" in type(part).__name__.lower():
-            for name, value in (*vars(part).items(), *part.named_children()):
-                rate = getattr(value, "p", value)
-                of_output = "resid" in name or "hidden" in name
-                if "drop" in name and not of_output and isinstance(rate, float) and rate > 0:
-                    return True
-    return False
-
-
 @torch.no_grad()
 def _trial_error(module: nn.Module) -> float:
     """Return the largest error of a packed batch, relative to what its dtype allows.
 
-    Windows are made short, so that they matter.
+    Windows are made short, so that they matter, and attention shows its dropout.
     """
     device = module.get_input_embeddings().weight.device  # type: ignore[operator]
-    ids = torch.randint(
-        _config(module).vocab_size, (3, 9), generator=torch.Generator().manual_seed(0)
-    )
-    ids[2, 2:6] = ids[0, :4]  # sequence 2 begins at 2
+    generator, vocabulary = torch.Generator().manual_seed(0), _config(module).vocab_size
+    ids = torch.randint(vocabulary, (3, 9), generator=generator)
+    ids[2, 2:6] = ids[0, :4]  # where it begins
     mask = torch.ones_like(ids)
     mask[0, 8:] = mask[1, :4] = mask[2, :2] = 0
     ids, mask, was_packed = ids.to(device), mask.to(device), False
@@ -304,6 +281,8 @@ def _trial_error(module: nn.Module) -> float:
             *map(runtime_hooks_only, module.modules()),
         ):
             stack.enter_context(context)
+        for part in module.modules() if shares_prefixes(module) else ():
+            part.training = "attention" in type(part).__name__.lower()  # not the modules in it
         packed = packed_forward(module, run)(input_ids=ids, attention_mask=mask).last_hidden_state
         if not was_packed:
             raise ValueError("the configuration asks for hidden states, attentions or a tuple")
@@ -312,15 +291,17 @@ def _trial_error(module: nn.Module) -> float:
             out = module.forward(input_ids=row[real][None], use_cache=False).last_hidden_state[0]
             error = max(error, float((out - found[real]).abs().max().nan_to_num(math.inf)))
             largest = max(largest, float(out.abs().max()))
-    return error / (largest * float(torch.finfo(packed.dtype).eps) ** 0.5)
+    return error / (largest * math.sqrt(torch.finfo(packed.dtype).eps))
 
 
 @contextlib.contextmanager
 def _short_windows(module: nn.Module) -> Iterator[None]:
     """Give sliding windows in the module and its configuration 3 tokens."""
     owners = [*module.modules(), *(x.config for x in module.modules() if hasattr(x, "config"))]
-    own = [(vars(x), vars(x)["sliding_window"]) for x in owners if "sliding_window" in vars(x)]
-    own = [(attributes, window) for attributes, window in own if isinstance(window, int)]
+    found = [(vars(owner), vars(owner).get("sliding_window")) for owner in owners]
+    own = [(attributes, window) for attributes, window in found if isinstance(window, int)]
+    if not own and "sliding_attention" in (getattr(_config(module), "layer_types", None) or ()):
+        raise ValueError("no attribute sliding_window holds the length of its windows")
     try:
         for attributes, _ in own:
             attributes["sliding_window"] = 3
