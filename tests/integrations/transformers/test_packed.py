@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import os
 
 import pytest
 import torch
@@ -13,46 +12,25 @@ transformers = needed("transformers")
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func  # noqa: E402
 
 from fastrl.integrations.transformers import backbone, packed  # noqa: E402
-from fastrl.integrations.transformers.packed import (  # noqa: E402
-    is_whole,
-    packed_forward,
-    shares_prefixes,
-    why_not_packed,
-)
-from fastrl.integrations.transformers.packing import (  # noqa: E402
-    Unit,
-    ranges,
-    rows_of,
-    shared_prefixes,
-)
+from fastrl.integrations.transformers import packing as packs  # noqa: E402
+from fastrl.integrations.transformers.packed import packed_forward, why_not_packed  # noqa: E402
+from fastrl.integrations.transformers.packing import Unit, rows_of  # noqa: E402
 
-SMALL = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
+SMALL = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+SMALL |= {"initializer_range": 0.3, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
 GPT2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 GPT2 |= {"initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": 1}
+QWEN2 = {"use_sliding_window": True, "max_window_layers": 1}
 WINDOWS = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+BLOOM = {"vocab_size": 61, "hidden_size": 32, "n_layer": 2, "n_head": 4}
 HEADS = {**SMALL, "head_dim": 16}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 # the type of model, its settings, and why it cannot be packed
 MODELS = [
     ("llama", SMALL, None),
     ("qwen2", SMALL, None),
-    (
-        "qwen2",
-        {**SMALL, "use_sliding_window": True, "max_window_layers": 1, "sliding_window": 5},
-        None,
-    ),
+    ("qwen2", {**SMALL, "sliding_window": 5, **QWEN2}, None),
     ("qwen3", HEADS, None),
     ("mistral", {**SMALL, "sliding_window": 5}, None),
     ("gemma", HEADS, None),
@@ -73,11 +51,7 @@ MODELS = [
     ("opt", {**SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}, None),
     ("stablelm", SMALL, "layers may not pass keywords on"),
     ("falcon", SMALL, "layers may not pass keywords on"),
-    (
-        "bloom",
-        {"vocab_size": 61, "hidden_size": 32, "n_layer": 2, "n_head": 4},
-        "attention is eager",
-    ),
+    ("bloom", BLOOM, "attention is eager"),
     ("gpt_oss", {**HEADS, "num_local_experts": 4}, "its attention is eager"),
     ("llama4_text", {**HEADS, "intermediate_size_mlp": 48}, "it has layers of chunked_attention"),
     ("qwen3_next", {**HEADS, **EXPERTS, "moe_intermediate_size": 16}, "layers of linear_attention"),
@@ -268,12 +242,8 @@ def test_padding_is_not_computed():
     states = packed_forward(model, Run(model))(IDS, MASK.bool()).last_hidden_state
     assert_equal([truth.detach()] * 3, [states.detach()] * 3)
     assert not states[MASK == 0].any()
-
-
-def test_one_sequence():
-    model = make_model()
-    states = packed_forward(model, Run(model))(IDS[1:2], MASK[1:2]).last_hidden_state
-    torch.testing.assert_close(states, alone(model)[1:2], rtol=0, atol=1e-5)
+    one = packed_forward(model, Run(model))(IDS[1:2], MASK[1:2]).last_hidden_state
+    torch.testing.assert_close(one, truth[1:2], rtol=0, atol=1e-5)
 
 
 def test_compiled_rows_are_not_compiled_for_each_length():
@@ -336,9 +306,9 @@ def test_long_batches_of_models_with_rotary_embeddings_by_length_are_passed_on()
 
 def test_attention_by_positions_shares_no_prefix():
     model = make_model()
-    assert shares_prefixes(model)
+    assert packed.shares_prefixes(model)
     model.config._attn_implementation = "flex_attention"
-    assert not shares_prefixes(model)
+    assert not packed.shares_prefixes(model)
     reached = []
     with pytest.raises(ZeroDivisionError):
         packed_forward(model, lambda **given: reached.append(given) or 1 / 0)(**BATCH)
@@ -353,16 +323,16 @@ def test_attention_by_positions_shares_no_prefix():
 
 def test_whole_parameters():
     model = make_model()
-    assert is_whole(model)
+    assert packed.is_whole(model)
     model.layers[0].mlp.up_proj.weight.ds_id = 3
-    assert not is_whole(model)
+    assert not packed.is_whole(model)
     with torch.device("meta"):
-        assert not is_whole(torch.nn.Linear(2, 2))
+        assert not packed.is_whole(torch.nn.Linear(2, 2))
 
 
 def units_of(*sequences):
     tokens = torch.tensor([token for sequence in sequences for token in sequence])
-    return shared_prefixes(tokens, [len(sequence) for sequence in sequences])
+    return packs.shared_prefixes(tokens, [len(sequence) for sequence in sequences])
 
 
 def test_prefixes_that_save_most_are_shared():
@@ -387,8 +357,11 @@ def test_no_division_of_sorted_sequences_has_fewer_tokens():
         for cuts in itertools.product([False, True], repeat=6):
             edges = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), 7]
             groups = [sequences[a:b] for a, b in itertools.pairwise(edges)]
-            shared = (len(os.path.commonprefix(group)) * (len(group) - 1) for group in groups)
-            possible.append(sum(sizes) - sum(shared))
+            saved = 0
+            for group in groups:
+                same = [len(set(column)) == 1 for column in zip(*group, strict=False)]
+                saved += [*same, False].index(False) * (len(group) - 1)
+            possible.append(sum(sizes) - saved)
         assert sum(unit.tokens for unit in units_of(*sequences)) == min(possible)
 
 
@@ -400,4 +373,4 @@ def test_rows_hold_units_or_their_parts():
     assert [row.tokens for row in rows] == [11, 11, 9]
     assert sorted(part.sequence for row in rows for part in row.parts) == list(range(6))
     assert [row.parts[0].prefix for row in rows if row.parts[0].leads] == [(0, 6), (0, 6), (0, 0)]
-    assert ranges(torch.tensor([5, 1]), torch.tensor([2, 3])).tolist() == [5, 6, 1, 2, 3]
+    assert packs.ranges(torch.tensor([5, 1]), torch.tensor([2, 3])).tolist() == [5, 6, 1, 2, 3]
