@@ -57,6 +57,7 @@ def main() -> None:
             command = [sys.executable, __file__, *sys.argv[1:], "--variant", name, "--data", data]
             output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
             found[name] = json.loads(output.splitlines()[-1])
+            print(name, {k: v for k, v in found[name].items() if k != "logs"}, file=sys.stderr)
     theirs = found["TRL alone"]
     print("| | seconds per step | tokens computed | peak memory, MiB | largest difference |")
     print("| --- | --- | --- | --- | --- |")
