@@ -1,6 +1,7 @@
 """A small model and tokenizer, and a short run of one of TRL's trainers."""
 
 import contextlib
+import sys
 
 import pytest
 import torch
@@ -84,6 +85,16 @@ def words(first, count):
 
 def prompts():
     return [words(i, 2 + i % 3) for i in range(12)]
+
+
+ADAPTERS = ("fastrl.integrations.trl.", "fastrl.integrations.transformers.")
+
+
+def operators():
+    """Where fastrl's adapters find its operators: modules and names."""
+    names = ("linear_policy_loss", "linear_token_stats", "linear_token_logprobs")
+    homes = [m for name, m in sys.modules.items() if f"{name}.".startswith(ADAPTERS)]
+    return [(home, name) for home in homes for name in names if name in vars(home)]
 
 
 def batch_of(ids, prompt, *, mask=None, advantages, **more):

@@ -1,8 +1,6 @@
 """Every loss of GRPO: in runs, while callbacks change options, and of batches that are given."""
 
 import inspect
-import itertools
-import sys
 
 import pytest
 import torch
@@ -10,7 +8,7 @@ import torch
 import fastrl
 from tests.integrations.packages import needed
 from tests.integrations.trl.kinds import both, compare, make_trainer
-from tests.integrations.trl.runs import VOCABULARY, batch_of, run
+from tests.integrations.trl.runs import VOCABULARY, batch_of, operators, run
 
 trl, transformers = needed("trl"), needed("transformers")
 from fastrl.integrations.trl import use_fastrl  # noqa: E402
@@ -273,12 +271,8 @@ def test_precisions(name, tiny_path, tmp_path, monkeypatch):
 
         return called
 
-    adapter = [x for x in sys.modules.items() if x[0].startswith("fastrl.integrations.trl.")]
-    for (_, module), called in itertools.product(
-        [("", fastrl), *adapter], ("linear_policy_loss", "linear_token_stats")
-    ):
-        if hasattr(module, called):
-            monkeypatch.setattr(module, called, watched(getattr(module, called)))
+    for home, called in [(fastrl, "linear_policy_loss"), *operators()]:
+        monkeypatch.setattr(home, called, watched(getattr(home, called)))
     trainer = make_trainer(tiny_path, output_dir=tmp_path, max_steps=1, **KL, **options)
     if "model_init_kwargs" in options:
         assert trainer.model.lm_head.weight.dtype == torch.float32
