@@ -160,16 +160,72 @@ class KeptTokens(NamedTuple):
                     "outputs must have a sampling_mask, which an engine returns with "
                     f"return_sampling_mask=True; got {type(output).__name__} at {index}"
                 )
+        completions = [(getattr(x, "token_ids", None), x.sampling_mask) for x in outputs]
+        return cls._of_completions("token_ids", completions, length, device)
+
+    @classmethod
+    def from_sglang(
+        cls,
+        outputs: Sequence[Any],
+        *,
+        length: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> KeptTokens:
+        """Return the sets of completions that SGLang generated with `return_sampling_mask=True`.
+
+        The rows follow the layout of the losses: completions `[len(outputs), length]`, padded on
+        the right.
+
+        Args:
+            outputs: the dicts of `Engine.generate` or of the endpoint `/generate`. Each has its
+                `output_ids`, and in its `meta_info` an `output_token_sampling_mask`, a list of ids
+                per token. The format is that of sglang#27408 and #33593; no test runs SGLang.
+            length: the number of tokens to which completions are padded or cut; None takes the
+                longest completion.
+            device: the device of the result.
+
+        Returns:
+            The sets.
+
+        Raises:
+            TypeError: `outputs` is not a list of such dicts, or an id is not an integer.
+            ValueError: a mask does not have one set for each token of its completion, or `length`
+                is below 0.
+
+        Examples:
+            >>> import fastrl
+            >>> mask = {"output_token_sampling_mask": [[3, 5], [7]]}
+            >>> output = {"output_ids": [3, 7], "meta_info": mask}
+            >>> fastrl.KeptTokens.from_sglang([output], length=3).offsets
+            tensor([0, 2, 3, 3])
+        """
+        completions, key = [], "output_token_sampling_mask"
+        for index, output in enumerate(_listed("outputs must be a list of dicts", outputs)):
+            information = output.get("meta_info") if isinstance(output, Mapping) else None
+            if not isinstance(information, Mapping) or information.get(key) is None:
+                raise TypeError(
+                    f"outputs must have an {key} in meta_info, which SGLang returns with "
+                    f"return_sampling_mask=True; got {type(output).__name__} without at {index}"
+                )
+            completions.append((output.get("output_ids"), information[key]))
+        return cls._of_completions("output_ids", completions, length, device)
+
+    @classmethod
+    def _of_completions(
+        cls,
+        name: str,
+        completions: Sequence[tuple[object, object]],
+        length: int | None,
+        device: torch.device | str | None,
+    ) -> KeptTokens:
+        """Return the padded sets of completions, of which each has its token ids and a mask."""
         lengths = [
-            len(
-                _listed("outputs must have a list as token_ids", getattr(output, "token_ids", None))
-            )
-            for output in outputs
+            len(_listed(f"outputs must have a list as {name}", ids)) for ids, _ in completions
         ]
         length = max(lengths, default=0) if length is None else whole("length", length, low=0)
         sets: list[object] = []
-        for index, (output, count) in enumerate(zip(outputs, lengths, strict=True)):
-            of_tokens = _sets_of(output.sampling_mask, count, index)
+        for index, ((_, mask), count) in enumerate(zip(completions, lengths, strict=True)):
+            of_tokens = _sets_of(mask, count, index)
             if len(of_tokens) != count:
                 raise ValueError(
                     f"outputs must have a set for each token: {count} tokens and {len(of_tokens)} "
