@@ -16,6 +16,9 @@ from fastrl.integrations.trl.handle import Choices
 from fastrl.integrations.trl.handle import Handle as Handle
 from fastrl.integrations.trl.trainers import SUPPORT as SUPPORT
 from fastrl.integrations.trl.trainers import handle_of
+from fastrl.integrations.trl.vllm_replay import (
+    vllm_returns_kept_tokens as vllm_returns_kept_tokens,
+)
 
 TESTED = (
     "Tested on instances of `GRPOTrainer` and `RLOOTrainer` with TRL 1.15 and 1.16, and of the "
@@ -55,8 +58,9 @@ def use_fastrl(
             of which is computed again in the backward, so that the activations of one row exist
             at a time. None means one row. On one device only.
         replay_kept_tokens: whether to compute old, reference and new log-probabilities over the
-            tokens that `top_p`, `top_k` or `min_p` kept when `transformers` sampled each token.
-            They are then the sampler's log-probabilities; TRL's are over the whole vocabulary.
+            tokens that `top_p`, `top_k` or `min_p` kept when each token was sampled, by
+            `transformers` or by vLLM in a trainer made in `vllm_returns_kept_tokens()`. They are
+            then the sampler's log-probabilities; TRL's are over the whole vocabulary.
         backend: `auto`, or the backend for the chunks.
 
     Returns:

@@ -52,7 +52,7 @@ _COMPARED_CALLS = 16
 def _warn_of_kept_tokens(trainer: Any) -> None:
     """Warn if the sampler normalizes over fewer tokens than the loss, where a replay can mend it.
 
-    With vLLM it cannot, and TRL corrects for the difference.
+    With vLLM, TRL corrects for a part of the difference.
     """
     unused = {"top_p": (None, 1.0), "top_k": (None, 0), "min_p": (None, 0.0)}
     found = [f"{name}={x}" for name in unused if (x := getattr(trainer, name)) not in unused[name]]

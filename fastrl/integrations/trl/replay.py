@@ -1,8 +1,8 @@
 """The tokens that a TRL trainer's sampler kept, from generation to the loss.
 
 `transformers` samples from the tokens that its logits processors leave. One more processor at the
-end records these sets. TRL shuffles and splits them with the rest of a batch, and log-probabilities
-are computed over them.
+end records these sets; vLLM returns them (`vllm_replay.py`). TRL shuffles and splits them with the
+rest of a batch, and log-probabilities are computed over them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from fastrl.integrations.transformers.wrappers import causal_model
 from fastrl.integrations.trl.rules import NOT_REPLAYED
+from fastrl.integrations.trl.vllm_replay import VllmRecorder
 from fastrl.ops.kept_tokens import KeptTokens
 
 #: The key of the sets in a batch: a list of `KeptTokens`, one for each sequence.
@@ -69,13 +70,16 @@ class Replay:
         self._sets: Sequence[KeptTokens] | None = None
         self._completions: list[list[int]] = []  # those of the last generation
         self._undone = False
-        causal = causal_model(trainer.model)
-        for owner, name in ((trainer, _GENERATE), (trainer, _BATCH), (causal, _PROCESSORS)):
+        used = [(trainer, _GENERATE), (trainer, _BATCH)]
+        if not trainer.use_vllm:
+            used.append((causal_model(trainer.model), _PROCESSORS))
+        for owner, name in used:
             if not hasattr(owner, name):
                 raise ValueError(
                     "replay_kept_tokens must be False with these versions of TRL and transformers: "
                     f"{type(owner).__name__} has no {name}"
                 )
+        self._recorder()
         replaced = {_GENERATE: self._recorded, _BATCH: self._with_sets}
         self.methods = {
             name: functools.partial(method, getattr(trainer, name))
@@ -117,13 +121,20 @@ class Replay:
     def _recorded(self, generate: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         if self._undone:
             return generate(*arguments, **options)
-        recorder = _Recorder(self._temperature)
-        with recorder.of(causal_model(self._trainer.model)):
+        recorder = self._recorder()
+        with recorder.recording():
             generated = generate(*arguments, **options)
         completions = generated[0] if isinstance(generated, tuple) else generated
         self._sets = recorder.sets(completions)
         self._completions = [list(ids) for ids in completions]
+        for sets, ids in zip(self._sets, self._completions, strict=True):
+            _check_members(sets, ids)
         return generated
+
+    def _recorder(self) -> _Recorder | VllmRecorder:
+        if self._trainer.use_vllm:
+            return VllmRecorder(self._trainer.vllm_generation, self._temperature)
+        return _Recorder(causal_model(self._trainer.model), self._temperature)
 
     def _with_sets(self, generate: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         if self._undone:
@@ -155,13 +166,14 @@ def kept_of(sets: Sequence[KeptTokens], token_ids: Tensor) -> KeptTokens:
 class _Recorder:
     """The last logits processor of a generation, which records the tokens that are left."""
 
-    def __init__(self, temperature: float) -> None:
-        self._temperature = temperature
+    def __init__(self, causal: Any, temperature: float) -> None:
+        self._causal, self._temperature = causal, temperature
         self._steps: list[KeptTokens] = []
 
     @contextlib.contextmanager
-    def of(self, causal: Any) -> Iterator[None]:
-        """Put the recorder behind all processors of a model's `generate`."""
+    def recording(self) -> Iterator[None]:
+        """Put the recorder behind all processors of the model's `generate`."""
+        causal = self._causal
         own = getattr(causal, _PROCESSORS)
 
         def processors(generation_config: Any, *arguments: Any, **options: Any) -> Any:
@@ -217,16 +229,18 @@ class _Recorder:
                 f"tokens, and transformers sampled {steps} for {sorted(rows)} sequences"
             )
         every = KeptTokens.concatenate(self._steps)
-        found = [
+        return [
             every.take(torch.arange(len(ids)) * count + row) for row, ids in enumerate(completions)
         ]
-        for sets, ids in zip(found, completions, strict=True):
-            lacking = sets.lacking(torch.tensor(ids)).nonzero()
-            if lacking.numel():
-                place = int(lacking[0])
-                raise RuntimeError(
-                    f"replay_kept_tokens found a token that its set lacks, {ids[place]} at place "
-                    f"{place} of a completion: generation_kwargs must have no eos_token_id, and "
-                    "completions must be those that transformers sampled"
-                )
-        return found
+
+
+def _check_members(sets: KeptTokens, ids: list[int]) -> None:
+    """Raise a `RuntimeError` if the set of a token of a completion lacks this token."""
+    lacking = sets.lacking(torch.tensor(ids, dtype=torch.int64)).nonzero()
+    if lacking.numel():
+        place = int(lacking[0])
+        raise RuntimeError(
+            f"replay_kept_tokens found a token that its set lacks, {ids[place]} at place {place} "
+            "of a completion: generation_kwargs must have no eos_token_id, and completions must be "
+            "those that were sampled"
+        )

@@ -7,6 +7,7 @@ from typing import Any
 
 from fastrl import Objective
 from fastrl.integrations.support import Support
+from fastrl.integrations.trl.vllm_replay import lacks_sets
 from fastrl.integrations.trl_objective import LOSS_TYPES, trl_objective
 
 
@@ -119,11 +120,26 @@ REFUSED: tuple[Support, ...] = (
 #: Rules for `replay_kept_tokens=True`.
 NOT_REPLAYED: tuple[Support, ...] = (
     Support(
-        option="`replay_kept_tokens=True` with `use_vllm`",
+        option='`replay_kept_tokens=True` with `vllm_mode="server"`',
         handling="refused",
-        note="TRL would have to start vLLM with `return_sampling_mask=True` and return the "
-        "`sampling_mask` of each completion",
-        applies=lambda t: t.use_vllm,
+        note="TRL asks `/v1/completions`, which does not return the tokens that vLLM kept. It "
+        "would have to ask `/inference/v1/generate` of a server with `--return-sampling-mask`",
+        applies=lambda t: t.use_vllm and t.vllm_mode == "server",
+    ),
+    Support(
+        option="`replay_kept_tokens=True` with `vllm_tensor_parallel_size > 1`",
+        handling="refused",
+        note="TRL generates the completions of several ranks at once",
+        applies=lambda t: t.use_vllm and t.vllm_tensor_parallel_size > 1,
+    ),
+    Support(
+        option="`replay_kept_tokens=True` with a vLLM engine that does not return the tokens it "
+        "kept",
+        handling="refused",
+        note="make the trainer in a block: `with vllm_returns_kept_tokens(): trainer = "
+        "GRPOTrainer(...)`. This function of `fastrl.integrations.trl` starts vLLM with "
+        "`return_sampling_mask=True`",
+        applies=lambda t: t.use_vllm and lacks_sets(t),
     ),
     Support(
         option="`replay_kept_tokens=True` with `use_transformers_continuous_batching`",
@@ -135,7 +151,7 @@ NOT_REPLAYED: tuple[Support, ...] = (
     Support(
         option="`replay_kept_tokens=True` with `rollout_func`, tools or environments",
         handling="refused",
-        note="their completions do not come from a single generation by `transformers`",
+        note="their completions do not come from a single generation",
         applies=lambda t: (
             getattr(t, "rollout_func", None) is not None
             or bool(getattr(t, "tools", None))
@@ -210,8 +226,8 @@ FUSED: tuple[Support, ...] = (
         "are known only after the last token",
     ),
     Support(
-        option="`top_p`, `top_k`, `min_p` and generation by `transformers`, with "
-        "`use_fastrl(trainer, replay_kept_tokens=True)`",
+        option="`top_p`, `top_k`, `min_p` and generation by `transformers` or a colocated vLLM, "
+        "with `use_fastrl(trainer, replay_kept_tokens=True)`",
         handling="fused",
         note="log-probabilities are the sampler's, over the tokens that it kept. Without this "
         "option they are over the whole vocabulary, as in TRL, and a warning says so",
@@ -280,7 +296,7 @@ OTHERS: tuple[Support, ...] = (
         option="`replay_kept_tokens=True` with an option that changes the logits of kept tokens "
         "(`repetition_penalty`, ...), another temperature in `generation_kwargs`, beams",
         handling="refused",
-        note="the first generation raises the error",
+        note="the first generation raises the error; with vLLM, `use_fastrl`",
     ),
     Support(
         option="hooks on the LM head (`register_forward_hook`, ...)",
