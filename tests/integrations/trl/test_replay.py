@@ -184,7 +184,6 @@ def trainer(tiny_path, tmp_path_factory):
 
 
 REFUSED = {
-    "use_vllm": (True, "`use_vllm`: TRL would have to start vLLM with `return_sampling_mask=True`"),
     "use_transformers_continuous_batching": (True, "continuous_batching`: its logits belong to"),
     "rollout_func": (print, "`rollout_func`, tools or environments: their completions do not"),
     "tools": ([print], "tools or environments"),
@@ -210,7 +209,7 @@ def test_sets_that_cannot_be_recorded_are_refused(option, trainer, monkeypatch):
 
 
 def test_every_rule_is_tested():
-    assert len(NOT_REPLAYED) == 4
+    assert len(NOT_REPLAYED) == 3 + 3  # here, and those for vLLM in test_vllm_replay.py
 
 
 def test_a_trl_without_a_method_is_refused(trainer, monkeypatch):

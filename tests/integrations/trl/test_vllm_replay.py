@@ -1,0 +1,246 @@
+"""`replay_kept_tokens` with a stand-in for vLLM's engine; `make test-vllm` has the real one."""
+
+import dataclasses
+import os
+import sys
+from types import ModuleType, SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.integrations.packages import needed
+from tests.integrations.trl.runs import VOCABULARY, make_trainer
+
+needed("trl")
+from trl.generation import vllm_generation  # noqa: E402
+
+from fastrl.integrations.trl import use_fastrl, vllm_returns_kept_tokens  # noqa: E402
+from fastrl.integrations.trl.replay import KEPT  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+GENERATE, BATCH = "_generate_single_turn", "_generate_and_score_completions"
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+
+
+class LLM:
+    """An engine whose completions and sets are random, and in no order."""
+
+    def __init__(self, *, return_sampling_mask=False, **_):
+        config = SimpleNamespace(return_sampling_mask=return_sampling_mask, max_model_len=64)
+        worker = SimpleNamespace(model_runner=SimpleNamespace(model=mock.Mock()))
+        executor = SimpleNamespace(driver_worker=worker)
+        self.llm_engine = SimpleNamespace(model_config=config, model_executor=executor)
+        self.runner, self.returned = os.environ.get(RUNNER), []
+
+    def reset_prefix_cache(self):
+        pass
+
+    def generate(self, prompts, sampling_params, use_tqdm):
+        assert (sampling_params.n, use_tqdm) == (1, False)
+        outputs = [self.output(prompt["prompt_token_ids"]) for prompt in prompts]
+        self.returned = [output.outputs[0] for output in outputs]
+        return outputs
+
+    def output(self, prompt):
+        count = int(torch.randint(1, 8, ()))
+        sets = [torch.randperm(VOCABULARY)[: 2 + i].tolist() for i in range(count)]
+        one = SimpleNamespace(
+            token_ids=[ids[0] for ids in sets],
+            logprobs=[{ids[0]: SimpleNamespace(logprob=-1.0, rank=1)} for ids in sets],
+            sampling_mask=SimpleNamespace(token_ids=[sorted(ids) for ids in sets]),
+        )
+        return SimpleNamespace(prompt_token_ids=prompt, outputs=[one])
+
+
+def stand_in(*flags):
+    module = ModuleType("vllm")
+    module.EngineArgs = dataclasses.make_dataclass("EngineArgs", ["model", *flags])
+    module.__version__ = "0.27.1"
+    return module
+
+
+@pytest.fixture
+def made(tiny_path, tmp_path, monkeypatch):
+    """A trainer on the engine, whose flag is set in the block of the library."""
+    monkeypatch.setitem(sys.modules, "vllm", stand_in("return_sampling_mask"))
+    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
+    monkeypatch.setattr(vllm_generation, "LLM", LLM, raising=False)
+    monkeypatch.setattr(vllm_generation, "SamplingParams", SimpleNamespace, raising=False)
+
+    def make(kind="GRPO", *, with_sets=True, **options):
+        options = {"use_vllm": True, "vllm_mode": "colocate", "top_p": 0.8, "top_k": 60, **options}
+        if not with_sets:
+            return make_trainer(tiny_path, kind, tmp_path, **options)
+        with vllm_returns_kept_tokens():
+            return make_trainer(tiny_path, kind, tmp_path, **options)
+
+    with mock.patch.dict(os.environ):  # TRL sets the variables of a rank
+        yield make
+
+
+def truth(model, batch):
+    """The log-probability of each token over its set, in float64 from the model's logits."""
+    ids, mask = batch["completion_ids"], batch["completion_mask"].bool()
+    whole = torch.cat([batch["prompt_ids"], ids], 1)
+    attended = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    with torch.no_grad():
+        logits = model(whole, attention_mask=attended).logits[:, -ids.shape[1] - 1 : -1].double()
+    found = torch.zeros(ids.shape, dtype=torch.float64)
+    for row, sets in enumerate(batch[KEPT]):
+        bounds = sets.offsets.tolist()
+        for place in range(int(mask[row].sum())):
+            members = sets.token_ids[bounds[place] : bounds[place + 1]].long()
+            own = logits[row, place]
+            found[row, place] = own[ids[row, place]] - own[members].logsumexp(0)
+    return found, mask
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+def test_the_sets_of_the_engine_reach_the_loss(kind, made):
+    trainer = made(kind, num_iterations=2, learning_rate=0.02)
+    engine = trainer.vllm_generation.llm
+    assert use_fastrl(trainer, replay_kept_tokens=True).fused
+    batch = getattr(trainer, BATCH)([trainer.train_dataset[i // 4] for i in range(8)])
+    assert len(batch[KEPT]) == len(engine.returned) == 8
+    for sets, one in zip(batch[KEPT], engine.returned, strict=True):
+        rows = one.sampling_mask.token_ids
+        assert sets.token_ids.tolist() == [i for row in rows for i in row]
+        assert sets.counts().tolist() == [len(row) for row in rows]
+    expected, mask = truth(trainer.model, batch)
+    if kind == "GRPO":
+        assert (batch["old_per_token_logps"] - expected)[mask].abs().max() < 1e-5
+    else:
+        assert (batch["old_logps"] - (expected * mask).sum(1)).abs().max() < 1e-5
+    assert "generate" not in engine.__dict__
+    trainer.train()
+    assert all(step["loss"] == step["loss"] for step in trainer.state.log_history[:-1])
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_the_flag_is_set_in_the_block_alone(before, made):
+    if before is not None:
+        os.environ[RUNNER] = before
+    engine = made().vllm_generation.llm
+    assert engine.llm_engine.model_config.return_sampling_mask
+    assert engine.runner == "1"
+    with pytest.raises(ZeroDivisionError), vllm_returns_kept_tokens():
+        raise ZeroDivisionError
+    assert vllm_generation.LLM is LLM
+    assert os.environ.get(RUNNER) == before
+
+
+def test_a_vllm_without_the_flag_is_refused(made, monkeypatch):
+    for module, sentence in ((stand_in(), "0.28 or later, got 0.27.1"), (None, "not installed")):
+        monkeypatch.setitem(sys.modules, "vllm", module)
+        with pytest.raises(ValueError, match=f"needs vLLM .*{sentence}"):
+            made()
+        assert vllm_generation.LLM is LLM
+
+
+ENGINES = {
+    r"with vllm_returns_kept_tokens\(\): trainer": {"with_sets": False},
+    "`vllm_tensor_parallel_size > 1`: TRL generates": {"vllm_tensor_parallel_size": 2},
+    r'vllm_mode="server"`: TRL asks `/v1/completions`': {"vllm_mode": "server"},
+}
+OPTIONS = {
+    "repetition_penalty must be 1.0 .* got 1.2": {"repetition_penalty": 1.2},
+    "structured_outputs_regex must be None": {"vllm_structured_outputs_regex": "a"},
+    "must not have logit_bias, presence_penalty with": {
+        "generation_kwargs": {"presence_penalty": 0.1, "logit_bias": {3: 1.0}, "seed": 3}
+    },
+    "must not have bad_words, n with": {"generation_kwargs": {"bad_words": ["w3"], "n": 2}},
+    "the trainer's temperature 1.0 .* got 0.7": {"generation_kwargs": {"temperature": 0.7}},
+    "temperature must be at least 0.01 in vLLM": {"temperature": 0.005},
+    "top_k must be above 0 .* got 0": {"top_k": 0},
+    "top_k must be above 0 .* got -1": {"generation_kwargs": {"top_k": -1}},
+}
+
+
+@pytest.mark.parametrize("sentence", ENGINES | OPTIONS)
+def test_what_cannot_be_replayed_is_refused(sentence, made, monkeypatch):
+    options = dict((ENGINES | OPTIONS)[sentence])
+    later = {
+        x: options.pop(x) for x in list(options) if x in ("vllm_mode", "vllm_tensor_parallel_size")
+    }
+    trainer = made(**options)
+    for name, value in later.items():  # a real one would need a server, or two processes
+        monkeypatch.setattr(trainer, name, value)
+    before = dict(trainer.__dict__)
+    with pytest.raises(ValueError, match=sentence):
+        use_fastrl(trainer, replay_kept_tokens=True)
+    assert trainer.__dict__ == before
+    use_fastrl(trainer).undo()
+
+
+def test_options_that_change_later_are_refused(made):
+    trainer = made()
+    use_fastrl(trainer, replay_kept_tokens=True)
+    trainer.vllm_generation.repetition_penalty = 1.1
+    with pytest.raises(ValueError, match=r"repetition_penalty must be 1\.0"):
+        trainer.train()
+
+
+def without_mask(outputs):
+    outputs[1].outputs[0].sampling_mask = None
+
+
+def short_mask(outputs):
+    outputs[1].outputs[0].sampling_mask.token_ids.pop()
+
+
+def other_sets(outputs):
+    one = outputs[1].outputs[0]
+    one.sampling_mask.token_ids[0] = [(one.token_ids[0] + 1) % VOCABULARY]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (without_mask, "a completion without the tokens that it kept"),
+        (short_mask, "outputs must have a set for each token"),
+        (other_sets, "a token that its set lacks, .* at place 0"),
+    ],
+)
+def test_sets_that_do_not_fit_stop_the_run(change, sentence, made, monkeypatch):
+    own = LLM.generate
+
+    def changed(self, *arguments, **options):
+        outputs = own(self, *arguments, **options)
+        change(outputs)
+        return outputs
+
+    monkeypatch.setattr(LLM, "generate", changed)
+    trainer = made()
+    use_fastrl(trainer, replay_kept_tokens=True)
+    with pytest.raises((RuntimeError, ValueError), match=sentence):
+        trainer.train()
+    assert "generate" not in trainer.vllm_generation.llm.__dict__
+
+
+def test_completions_in_another_order_stop_the_run(made, monkeypatch):
+    own = type(made()).__dict__[GENERATE]
+
+    def turned(self, *arguments, **options):
+        completions, logprobs = own(self, *arguments, **options)
+        return completions[::-1], logprobs[::-1]
+
+    trainer = made()
+    monkeypatch.setattr(type(trainer), GENERATE, turned)
+    use_fastrl(trainer, replay_kept_tokens=True)
+    with pytest.raises(
+        RuntimeError, match="4 completions, and the 4 that vLLM generated are others"
+    ):
+        trainer.train()
+
+
+def test_a_patched_engine_stays_patched(made):
+    trainer = made()
+    engine = trainer.vllm_generation.llm
+    patch = mock.Mock(side_effect=engine.generate)
+    engine.generate = patch
+    use_fastrl(trainer, replay_kept_tokens=True)
+    getattr(trainer, BATCH)([trainer.train_dataset[0]] * 4)
+    assert engine.generate is patch
+    assert patch.call_count == 1
