@@ -105,7 +105,7 @@ test-vllm:
 	$(VENV)-vllm/bin/pip -q uninstall -y torchvision torchaudio torchcodec
 	$(VENV)-vllm/bin/pip -q install matplotlib jinja2
 	VLLM_LOGGING_LEVEL=ERROR PYTHONPATH=. $(VENV)-vllm/bin/python -m pytest -q -W ignore tests/train/test_vllm.py \
-	  tests/integrations/trl/test_replay_vllm.py
+	  tests/integrations/trl/vllm/test_replay_on_cpu.py
 
 # Which lines of the linear forms run as they would on a GPU: on tensors without memory, and with
 # kernels compiled for one.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, pairwise
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from fastrl.checks import can_read, integer, on_device, saveable, tensor, whole
 from fastrl.ops._arguments import ALL_TOKENS, KeptArguments
 from fastrl.ops._lens.kept import KeptRows, check_offsets
+from fastrl.ops._lens.kept_outputs import listed, of_sglang, of_vllm, padded_sets
 
 
 class KeptTokens(NamedTuple):
@@ -98,14 +99,14 @@ class KeptTokens(NamedTuple):
         expectation = "sets must be a list with a list of token ids for each row"
         if isinstance(sets, KeptTokens):
             raise TypeError(f"{expectation}, got KeptTokens")
-        rows = _listed(expectation, sets)
+        rows = listed(expectation, sets)
         return cls._of_lists("sets", rows, device)
 
     @classmethod
     def _of_lists(
         cls, name: str, given: Iterable[object], device: torch.device | str | None
     ) -> KeptTokens:
-        sets = [_listed(f"{name} must have a list of token ids for each row", x) for x in given]
+        sets = [listed(f"{name} must have a list of token ids for each row", x) for x in given]
         flat = list(chain.from_iterable(sets))
         for kind in set(map(type, flat)):
             if issubclass(kind, bool) or not issubclass(kind, Integral):
@@ -153,15 +154,8 @@ class KeptTokens(NamedTuple):
             >>> fastrl.KeptTokens.from_vllm([output], length=3).offsets
             tensor([0, 2, 3, 3])
         """
-        outputs = _listed("outputs must be a list of CompletionOutputs", outputs)
-        for index, output in enumerate(outputs):
-            if not hasattr(output, "sampling_mask"):
-                raise TypeError(
-                    "outputs must have a sampling_mask, which an engine returns with "
-                    f"return_sampling_mask=True; got {type(output).__name__} at {index}"
-                )
-        completions = [(getattr(x, "token_ids", None), x.sampling_mask) for x in outputs]
-        return cls._of_completions("token_ids", completions, length, device)
+        sets = padded_sets("token_ids", of_vllm(outputs), length)
+        return cls._of_lists("outputs", sets, device)
 
     @classmethod
     def from_sglang(
@@ -199,40 +193,7 @@ class KeptTokens(NamedTuple):
             >>> fastrl.KeptTokens.from_sglang([output], length=3).offsets
             tensor([0, 2, 3, 3])
         """
-        completions, key = [], "output_token_sampling_mask"
-        for index, output in enumerate(_listed("outputs must be a list of dicts", outputs)):
-            information = output.get("meta_info") if isinstance(output, Mapping) else None
-            if not isinstance(information, Mapping) or information.get(key) is None:
-                raise TypeError(
-                    f"outputs must have an {key} in meta_info, which SGLang returns with "
-                    f"return_sampling_mask=True; got {type(output).__name__} without at {index}"
-                )
-            completions.append((output.get("output_ids"), information[key]))
-        return cls._of_completions("output_ids", completions, length, device)
-
-    @classmethod
-    def _of_completions(
-        cls,
-        name: str,
-        completions: Sequence[tuple[object, object]],
-        length: int | None,
-        device: torch.device | str | None,
-    ) -> KeptTokens:
-        """Return the padded sets of completions, of which each has its token ids and a mask."""
-        lengths = [
-            len(_listed(f"outputs must have a list as {name}", ids)) for ids, _ in completions
-        ]
-        length = max(lengths, default=0) if length is None else whole("length", length, low=0)
-        sets: list[object] = []
-        for index, ((_, mask), count) in enumerate(zip(completions, lengths, strict=True)):
-            of_tokens = _sets_of(mask, count, index)
-            if len(of_tokens) != count:
-                raise ValueError(
-                    f"outputs must have a set for each token: {count} tokens and {len(of_tokens)} "
-                    f"sets at {index}"
-                )
-            of_tokens = of_tokens[:length]
-            sets += [*of_tokens, *[()] * (length - len(of_tokens))]
+        sets = padded_sets("output_ids", of_sglang(outputs), length)
         return cls._of_lists("outputs", sets, device)
 
     @classmethod
@@ -257,7 +218,7 @@ class KeptTokens(NamedTuple):
         """
         if isinstance(parts, KeptTokens):
             raise TypeError("parts must be a list of KeptTokens, got KeptTokens")
-        parts = _listed("parts must be a list of KeptTokens", parts)
+        parts = listed("parts must be a list of KeptTokens", parts)
         if not parts:
             raise ValueError("parts must have an element, got none")
         for index, part in enumerate(parts):
@@ -367,34 +328,6 @@ class KeptTokens(NamedTuple):
             'cpu'
         """
         return KeptTokens(*(x.to(device, non_blocking=non_blocking) for x in self))
-
-
-def _listed(expectation: str, value: object) -> list[Any]:
-    """Return the elements of a list, tuple, array, tensor or generator."""
-    if isinstance(value, Tensor) or type(value).__module__ == "numpy":
-        value = value.tolist()  # type: ignore[attr-defined]
-    if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping):
-        return list(value)
-    raise TypeError(f"{expectation}, got {type(value).__name__}")
-
-
-def _sets_of(mask: Any, tokens: int, index: int) -> Sequence[object]:
-    """Return the set of each token of a completion from the completion's mask in vLLM."""
-    if mask is None:
-        return [()] * tokens
-    listed = _listed("outputs must have a sampling_mask of lists", getattr(mask, "token_ids", mask))
-    offsets = getattr(mask, "offsets", None)
-    if offsets is None:
-        return listed
-    bounds = list(pairwise(int(offset) for offset in offsets))
-    total = len(listed)
-    ends = (int(offsets[0]), int(offsets[-1])) if bounds else (0, 0)
-    if ends != (0, total) or any(begin > end for begin, end in bounds):
-        raise ValueError(
-            f"outputs must have offsets that rise from 0 to the number of ids {total}, got "
-            f"{list(offsets)} at {index}"
-        )
-    return [listed[begin:end] for begin, end in bounds]
 
 
 def _check_fields(kept: KeptTokens, name: str) -> None:

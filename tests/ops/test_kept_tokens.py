@@ -1,6 +1,5 @@
 """Rows that have kept a part of the vocabulary: sets, values against a full softmax, memory."""
 
-import json
 from itertools import pairwise
 from types import SimpleNamespace as Output
 
@@ -344,25 +343,15 @@ def test_sets_from_vllm():
 
 
 def test_sets_from_sglang():
-    """As they arrive from its endpoint `/generate`."""
-    text = """[
-        {"text": "a", "output_ids": [9, 8], "meta_info": {
-            "output_token_sampling_mask": [[1, 9], [8]], "output_token_sampling_logprobs": [-1, 0],
-            "output_token_sampling_mask_length": 2, "completion_tokens": 2}},
-        {"text": "b", "output_ids": [7], "meta_info": {
-            "output_token_sampling_mask": [[5, 7, 6]], "output_token_sampling_logprobs": [-2]}}
-    ]"""
-    first, second = json.loads(text)
-    kept = KeptTokens.from_sglang([first, second])
+    masks, key = ([[1, 9], [8]], [[5, 7, 6]]), "output_token_sampling_mask"
+    outputs = [{"output_ids": [ids[0] for ids in x], "meta_info": {key: x}} for x in masks]
+    kept = KeptTokens.from_sglang(outputs)
     assert kept.counts().tolist() == [2, 1, 3, 0]
     assert kept.token_ids.tolist() == [1, 9, 8, 5, 7, 6]
-    assert KeptTokens.from_sglang([first, second], length=1).counts().tolist() == [2, 3]
-    first["output_ids"].append(4)
-    with pytest.raises(ValueError, match="3 tokens and 2 sets at 1"):
-        KeptTokens.from_sglang([second, first])
-    del first["meta_info"]["output_token_sampling_mask"]
-    with pytest.raises(TypeError, match="return_sampling_mask=True; got dict without at 1"):
-        KeptTokens.from_sglang([second, first])
+    assert KeptTokens.from_sglang(outputs, length=1).counts().tolist() == [2, 3]
+    outputs[1]["output_ids"].append(4)
+    with pytest.raises(ValueError, match="2 tokens and 1 sets at 1"):
+        KeptTokens.from_sglang(outputs)
 
 
 def test_sets_taken_and_joined():

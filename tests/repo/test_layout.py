@@ -31,7 +31,7 @@ ALLOWED = {
     "ops": (f"ops reference {CORE}", "torch"),
     "integrations": (
         "* ops integrations backend contract objective",
-        "torch transformers trl torchao",
+        "torch transformers trl torchao vllm",
     ),
     "bench": (
         "* bench train integrations backend command_start",

@@ -209,7 +209,7 @@ def test_sets_that_cannot_be_recorded_are_refused(option, trainer, monkeypatch):
 
 
 def test_every_rule_is_tested():
-    assert len(NOT_REPLAYED) == 3 + 3  # here, and those for vLLM in test_vllm_replay.py
+    assert len(NOT_REPLAYED) == 3 + 3  # here, and those for vLLM in vllm/test_replay_stand_in.py
 
 
 def test_a_trl_without_a_method_is_refused(trainer, monkeypatch):

@@ -17,6 +17,7 @@ from trl.generation import vllm_generation  # noqa: E402
 
 from fastrl.integrations.trl import use_fastrl, vllm_returns_kept_tokens  # noqa: E402
 from fastrl.integrations.trl.replay import KEPT  # noqa: E402
+from tests.repo.test_replace_the_loss import blocks  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -116,6 +117,15 @@ def test_the_sets_of_the_engine_reach_the_loss(kind, made):
     assert "generate" not in engine.__dict__
     trainer.train()
     assert all(step["loss"] == step["loss"] for step in trainer.state.log_history[:-1])
+
+
+def test_the_change_on_the_page_of_trl(made):
+    names = dict.fromkeys(("model", "reward", "config", "dataset"))
+    names["GRPOTrainer"] = lambda **_: made(with_sets=False)  # the change has the block
+    _, (_, change) = blocks("trl")
+    exec(change, names)
+    trainer = names["trainer"]
+    assert KEPT in getattr(trainer, BATCH)([trainer.train_dataset[0]] * 4)
 
 
 @pytest.mark.parametrize("before", [None, "0"])

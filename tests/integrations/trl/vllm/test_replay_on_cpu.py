@@ -1,7 +1,7 @@
 """`replay_kept_tokens` with vLLM itself, on a CPU: `make test-vllm` runs this.
 
 vLLM samples, and returns the log-probabilities by which it did; the trainer's must be the same. The
-sets are those of vLLM's own filter, which a processor of `vllm_on_cpu.py` applies before vLLM does.
+sets are those of vLLM's own filter, which a processor of `on_cpu.py` applies before vLLM does.
 """
 
 import gc
@@ -16,7 +16,7 @@ trl = pytest.importorskip("trl")
 from trl.generation import vllm_generation  # noqa: E402
 
 from fastrl.integrations.trl import use_fastrl, vllm_returns_kept_tokens  # noqa: E402
-from tests.integrations.trl import vllm_on_cpu  # noqa: E402
+from tests.integrations.trl.vllm import on_cpu  # noqa: E402
 from tests.integrations.trl.runs import VOCABULARY, make_trainer, save_model  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -43,8 +43,8 @@ def made(path, tmp_path, monkeypatch):
     """A trainer and its engine. An engine that is collected ends groups of a later one, too."""
     gc.collect()
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    monkeypatch.setattr(vllm_generation, "LLM", vllm_on_cpu.LLM)
-    monkeypatch.setattr(vllm_generation.VLLMGeneration, "sync_weights", vllm_on_cpu.sync_weights)
+    monkeypatch.setattr(vllm_generation, "LLM", on_cpu.LLM)
+    monkeypatch.setattr(vllm_generation.VLLMGeneration, "sync_weights", on_cpu.sync_weights)
 
     def make(kind="GRPO", **options):
         engine = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 64}
@@ -103,7 +103,7 @@ def gaps(trainer):
 def test_the_trainer_scores_what_vllm_sampled(name, made):
     with vllm_returns_kept_tokens():
         trainer = made(**CASES[name])
-    assert vllm_generation.LLM is vllm_on_cpu.LLM
+    assert vllm_generation.LLM is on_cpu.LLM
     handle = use_fastrl(trainer, replay_kept_tokens=True)
     assert handle.fused
     new, old, counts = gaps(trainer)
