@@ -70,16 +70,16 @@ def _sets_of(mask: Any, tokens: int, index: int) -> Sequence[object]:
     """Return the set of each token of a completion from the completion's mask in vLLM."""
     if mask is None:
         return [()] * tokens
-    listed = listed("outputs must have a sampling_mask of lists", getattr(mask, "token_ids", mask))
+    ids = listed("outputs must have a sampling_mask of lists", getattr(mask, "token_ids", mask))
     offsets = getattr(mask, "offsets", None)
     if offsets is None:
-        return listed
+        return ids
     bounds = list(pairwise(int(offset) for offset in offsets))
-    total = len(listed)
+    total = len(ids)
     ends = (int(offsets[0]), int(offsets[-1])) if bounds else (0, 0)
     if ends != (0, total) or any(begin > end for begin, end in bounds):
         raise ValueError(
             f"outputs must have offsets that rise from 0 to the number of ids {total}, got "
             f"{list(offsets)} at {index}"
         )
-    return [listed[begin:end] for begin, end in bounds]
+    return [ids[begin:end] for begin, end in bounds]

@@ -16,8 +16,8 @@ trl = pytest.importorskip("trl")
 from trl.generation import vllm_generation  # noqa: E402
 
 from fastrl.integrations.trl import use_fastrl, vllm_returns_kept_tokens  # noqa: E402
-from tests.integrations.trl.vllm import on_cpu  # noqa: E402
 from tests.integrations.trl.runs import VOCABULARY, make_trainer, save_model  # noqa: E402
+from tests.integrations.trl.vllm import on_cpu  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
