@@ -37,7 +37,10 @@ def vllm_returns_kept_tokens() -> Iterator[None]:
     """Let trainers that are made in this block start vLLM with `return_sampling_mask=True`.
 
     TRL starts a colocated engine when the trainer is made, and cannot pass this flag. Such an
-    engine also needs a `top_k` above 0.
+    engine runs on GPUs alone, and needs a `top_k` above 0.
+
+    Returns:
+        A context manager.
 
     Raises:
         ValueError: vLLM is missing, or older than 0.28.
