@@ -144,7 +144,7 @@ def packed_forward(
     return forward  # type: ignore[no-any-return]
 
 
-def why_not_packed(module: nn.Module) -> str | None:
+def why_not_packed(module: nn.Module, run: Callable[..., Any] | None = None) -> str | None:
     """Return why packed rows would give wrong results, or None if they are right.
 
     A trial compares three short sequences in a row with each alone. If the parameters are sharded,
@@ -152,6 +152,7 @@ def why_not_packed(module: nn.Module) -> str | None:
 
     Args:
         module: The backbone of a `transformers` causal language model.
+        run: Its own forward, if another one has replaced that.
     """
     config, attention = _config(module), _config(module)._attn_implementation
     if attention not in ("sdpa", *_BY_POSITIONS):
@@ -160,7 +161,7 @@ def why_not_packed(module: nn.Module) -> str | None:
     if other or getattr(config, "attention_chunk_size", None):
         return f"it has layers of {', '.join(sorted(other)) or 'attention in chunks'}"
     try:
-        times = _trial_error(module)
+        times = _trial_error(module, run or module.forward)
     except Exception as error:
         return f"a trial raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     if times <= 1:
@@ -254,7 +255,7 @@ def _longest(config: Any) -> float:
 
 
 @torch.no_grad()
-def _trial_error(module: nn.Module) -> float:
+def _trial_error(module: nn.Module, run: Callable[..., Any]) -> float:
     """Return the largest error of a packed batch, relative to what its dtype allows.
 
     Windows are made short, so that they matter, and attention shows its dropout.
@@ -267,10 +268,10 @@ def _trial_error(module: nn.Module) -> float:
     mask[0, 8:] = mask[1, :4] = mask[2, :2] = 0
     ids, mask, was_packed = ids.to(device), mask.to(device), False
 
-    def run(**inputs: Any) -> Any:
+    def watched(**inputs: Any) -> Any:
         nonlocal was_packed
         was_packed = "position_ids" in inputs
-        return module.forward(**inputs)
+        return run(**inputs)
 
     with contextlib.ExitStack() as stack:
         gpus = [device] if device.type == "cuda" else []
@@ -283,12 +284,14 @@ def _trial_error(module: nn.Module) -> float:
             stack.enter_context(context)
         for part in module.modules() if shares_prefixes(module) else ():
             part.training = "attention" in type(part).__name__.lower()  # not the modules in it
-        packed = packed_forward(module, run)(input_ids=ids, attention_mask=mask).last_hidden_state
+        packed = packed_forward(module, watched)(
+            input_ids=ids, attention_mask=mask
+        ).last_hidden_state
         if not was_packed:
             raise ValueError("the configuration asks for hidden states, attentions or a tuple")
         error = largest = 0.0
         for row, real, found in zip(ids, mask == 1, packed, strict=True):
-            out = module.forward(input_ids=row[real][None], use_cache=False).last_hidden_state[0]
+            out = run(input_ids=row[real][None], use_cache=False).last_hidden_state[0]
             error = max(error, float((out - found[real]).abs().max().nan_to_num(math.inf)))
             largest = max(largest, float(out.abs().max()))
     return error / (largest * math.sqrt(torch.finfo(packed.dtype).eps))

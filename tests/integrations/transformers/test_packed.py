@@ -157,6 +157,9 @@ def test_a_trial_is_without_trace():
     assert model.config.sliding_window == model.layers[0].self_attn.sliding_window == 5
     packed_forward(model, Run(model))(**BATCH)
     assert len(fired) == 1
+    model.forward, run = None, Run(model)  # replaced
+    assert why_not_packed(model, run) is None
+    assert len(run.calls) == 4
 
 
 def test_a_trial_notices_what_only_long_sequences_or_other_sequences_show(monkeypatch):
