@@ -203,6 +203,20 @@ def test_recomputed_layers_and_adapters(reentrant, tokens):
     assert len(run.calls) == (2 * forward if tokens else 1)  # rows are recomputed
 
 
+def test_several_rows_keep_the_activations_of_none():
+    model, kept = make_model(), []
+    for tokens in (None, 25):
+        kept.append(0)
+
+        def keep(tensor):
+            kept[-1] += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            packed_forward(model, Run(model), tokens)(**BATCH)
+    assert kept[1] < 2 * IDS.numel() * 32 < kept[0] / 5  # the states, and the indices of results
+
+
 @pytest.mark.parametrize("tokens", [None, 25])
 @pytest.mark.parametrize("with_mask", [True, False])
 def test_router_logits_give_the_loss_of_the_padded_call(tokens, with_mask):
