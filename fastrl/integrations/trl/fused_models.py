@@ -103,7 +103,9 @@ class FusedModels:
                 if any(is_compiled(wrapper) for wrapper in wrappers(model)):
                     run = self._compiled_forward(part)
                 if self.packed:
-                    run = self._tried_forward(part, packed_forward(part, run, self._tokens), run)
+                    run = self._tried_forward(
+                        part, packed_forward(part, run, self._tokens), run, own
+                    )
                 if run is not own:
                     stack.enter_context(forward_of(part, run))
             yield
@@ -198,20 +200,21 @@ class FusedModels:
 
         return run
 
-    def _tried_forward(
-        self, part: nn.Module, packed: Callable[..., Any], padded: Callable[..., Any]
+    def _packed_or_padded(
+        self, part: nn.Module, padded: Callable[..., Any], own: Callable[..., Any]
     ) -> Callable[..., Any]:
         """Return the packed forward; the first call of a sharded backbone decides whether it is.
 
         Only inside its wrappers can such a model be run, to compare packed rows with single ones.
         """
+        packed = packed_forward(part, padded, self._tokens)
         if part not in self._untried:
             return packed
 
         def run(*arguments: Any, **inputs: Any) -> Any:
             if part in self._untried:
                 self._untried.remove(part)
-                self.give_up(why_not_packed(part))
+                self.give_up(why_not_packed(part, own))
             return (packed if self.packed else padded)(*arguments, **inputs)
 
         return run

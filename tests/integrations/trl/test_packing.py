@@ -171,7 +171,7 @@ def test_a_sharded_model_is_tried_in_its_first_call(packed, tiny_path, tmp_path,
     from fastrl.integrations.trl import fused_models
 
     monkeypatch.setattr(fused_models, "is_whole", lambda part: False)
-    monkeypatch.setattr(fused_models, "why_not_packed", lambda part: "its values differ")
+    monkeypatch.setattr(fused_models, "why_not_packed", lambda part, run: "its values differ")
     trainer = make_trainer(tiny_path, "SFT", output_dir=tmp_path)
     batch = next(iter(trainer.get_train_dataloader()))
     expected = trainer.compute_loss(trainer.model, batch)
