@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -94,9 +93,8 @@ def shared_prefixes(token_ids: Tensor, lengths: list[int]) -> list[Unit]:
     Returns:
         The units.
     """
-    ids = np.split(token_ids.numpy(), np.cumsum(lengths)[:-1])
-    keys = [part.astype(">i8").tobytes() for part in ids]  # which sort as the numbers
-    order = [i for i in sorted(range(len(ids)), key=keys.__getitem__) if lengths[i]]
+    ids = token_ids.split(lengths)
+    order = [i for i in sorted(range(len(ids)), key=lambda i: ids[i].tolist()) if lengths[i]]
     equal = [_common(ids[a], ids[b]) for a, b in itertools.pairwise(order)]
     # of the first n sequences: the most tokens saved, the first and the prefix of the last unit
     best = [(0, 0, 0)]
@@ -120,11 +118,11 @@ def shared_prefixes(token_ids: Tensor, lengths: list[int]) -> list[Unit]:
     return units[::-1]
 
 
-def _common(one: Any, other: Any) -> int:
+def _common(one: Tensor, other: Tensor) -> int:
     """Return the number of equal tokens at the beginning."""
     size = min(len(one), len(other))
-    differs = one[:size] != other[:size]
-    return int(differs.argmax()) if differs.any() else size
+    differs = (one[:size] != other[:size]).nonzero()
+    return int(differs[0]) if len(differs) else size
 
 
 def _divided(unit: Unit, tokens: float) -> Iterator[Unit]:

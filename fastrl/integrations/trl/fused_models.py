@@ -44,13 +44,18 @@ class FusedModels:
     """
 
     def __init__(
-        self, trainer: Any, packed: bool | None, tokens: int | None, reason: str | None = None
+        self,
+        trainer: Any,
+        *,
+        packed: bool | None,
+        tokens: int | None = None,
+        reason: str | None = None,
     ) -> None:
         """Change nothing yet.
 
         Args:
             trainer: the trainer.
-            packed: as in `use_fastrl`.
+            packed: True requires packed rows, None tries them, and False leaves padded batches.
             tokens: the most tokens of a packed row, or None.
             reason: why this trainer's models cannot be packed, or None.
 
@@ -103,9 +108,7 @@ class FusedModels:
                 if any(is_compiled(wrapper) for wrapper in wrappers(model)):
                     run = self._compiled_forward(part)
                 if self.packed:
-                    run = self._tried_forward(
-                        part, packed_forward(part, run, self._tokens), run, own
-                    )
+                    run = self._packed_or_padded(part, run, own)
                 if run is not own:
                     stack.enter_context(forward_of(part, run))
             yield

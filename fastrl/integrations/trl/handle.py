@@ -43,6 +43,8 @@ class Handle(Undoable):
     """A trainer that runs on fastrl until `undo()` or the end of a `with` block.
 
     Attributes:
+        leaves_loss: whether the loss can stay TRL's where fastrl could compute it.
+        answers: whether TRL calls the models with `fused_lm_head=True`.
         fused: whether fastrl computes loss and gradient in one pass.
         reason: why it does not do so, or None.
         trainer: the trainer.
@@ -57,9 +59,7 @@ class Handle(Undoable):
         ...     trainer.train()
     """
 
-    #: Whether only log-probabilities can be replaced where the loss could be, too.
     leaves_loss = False
-    #: Whether TRL calls the models with `fused_lm_head=True`.
     answers = False
 
     def __init__(
@@ -96,7 +96,9 @@ class Handle(Undoable):
         self.reason = reason
         self.trainer = trainer
         self.backend = choices.backend
-        self.models = FusedModels(trainer, choices.packed, choices.packed_tokens, unpacked)
+        self.models = FusedModels(
+            trainer, packed=choices.packed, tokens=choices.packed_tokens, reason=unpacked
+        )
         self.undone = False
         self._warned_of_hooks = False
         self._replaced: list[tuple[Any, str, Any, tuple[Any, ...]]] = []

@@ -51,7 +51,7 @@ def test_outputs_are_trls(changes, shifted, trainer):
     inputs = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), **labels}
     trl.trainer.utils.add_fused_lm_head(model, temperature=0.7, outputs=ALL)
     lm_head(model)
-    models = FusedModels(trainer, False, None)
+    models = FusedModels(trainer, packed=False)
     score = functools.partial(token_outputs.token_outputs, trainer, wanted=ALL, temperature=0.7)
     found = []
     for call in (model, functools.partial(models.call, model, score)):

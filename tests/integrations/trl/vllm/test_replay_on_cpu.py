@@ -16,7 +16,8 @@ trl = pytest.importorskip("trl")
 from trl.generation import vllm_generation  # noqa: E402
 
 from fastrl.integrations.trl import use_fastrl, vllm_returns_kept_tokens  # noqa: E402
-from tests.integrations.trl.runs import VOCABULARY, make_trainer, save_model  # noqa: E402
+from tests.integrations.trl.kinds import make_trainer  # noqa: E402
+from tests.integrations.trl.runs import VOCABULARY, save_model  # noqa: E402
 from tests.integrations.trl.vllm import on_cpu  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -48,7 +49,9 @@ def made(path, tmp_path, monkeypatch):
 
     def make(kind="GRPO", **options):
         engine = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 64}
-        return make_trainer(path, kind, tmp_path, **{"max_steps": 2, **engine, **options})
+        return make_trainer(
+            path, kind, output_dir=tmp_path, **{"max_steps": 2, **engine, **options}
+        )
 
     return make
 

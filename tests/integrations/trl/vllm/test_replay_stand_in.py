@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.integrations.packages import needed
-from tests.integrations.trl.runs import VOCABULARY, make_trainer
+from tests.integrations.trl.kinds import make_trainer
+from tests.integrations.trl.runs import VOCABULARY
 
 needed("trl")
 from trl.generation import vllm_generation  # noqa: E402
@@ -73,9 +74,9 @@ def made(tiny_path, tmp_path, monkeypatch):
     def make(kind="GRPO", *, with_sets=True, **options):
         options = {"use_vllm": True, "vllm_mode": "colocate", "top_p": 0.8, "top_k": 60, **options}
         if not with_sets:
-            return make_trainer(tiny_path, kind, tmp_path, **options)
+            return make_trainer(tiny_path, kind, output_dir=tmp_path, **options)
         with vllm_returns_kept_tokens():
-            return make_trainer(tiny_path, kind, tmp_path, **options)
+            return make_trainer(tiny_path, kind, output_dir=tmp_path, **options)
 
     with mock.patch.dict(os.environ):  # TRL sets the variables of a rank
         yield make
