@@ -9,6 +9,7 @@ language model is fastrl's, and that of its backbone may be compiled, packed, or
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -41,6 +42,8 @@ class FusedModels:
     Attributes:
         packed: whether their backbones run on rows without padding.
         reason: why they do not, or None.
+        counts_positions: whether positions on padded batches begin at a sequence's first token, as
+            in `generate`; TRL leaves them to the model, which may begin at the padding.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class FusedModels:
         """
         self.packed = packed is not False
         self.reason = None if self.packed else "packed is False"
+        self.counts_positions = False
         self._trainer = trainer
         self._tokens = tokens
         self._required = bool(packed)
@@ -161,6 +165,8 @@ class FusedModels:
         from trl.trainer.utils import FusedCausalLMOutput
 
         with self._replaced_autocast(causal):
+            if self.counts_positions and not self.packed:
+                inputs = _with_positions(causal, inputs)
             states, aux_loss = _states(causal, *arguments, **inputs)
         if shift_labels is not None:
             token_ids = shift_labels
@@ -228,6 +234,17 @@ def models_of(trainer: Any) -> list[nn.Module]:
     names = ("model", "ref_model", "teacher_model")
     found = [getattr(trainer, name, None) for name in names]
     return list({causal_model(model): model for model in found if model is not None}.values())
+
+
+def _with_positions(causal: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the inputs of a model with positions, if it takes them and has no images."""
+    mask = inputs.get("attention_mask")
+    tensors = {name for name, value in inputs.items() if isinstance(value, Tensor)}
+    if mask is None or mask.ndim != 2 or tensors - {"input_ids", "attention_mask"}:
+        return inputs
+    if "position_ids" not in inspect.signature(type(causal).forward).parameters:
+        return inputs
+    return {**inputs, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
 
 
 def _states(causal: nn.Module, *arguments: Any, **inputs: Any) -> tuple[Tensor, Tensor | None]:

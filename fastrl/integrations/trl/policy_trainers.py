@@ -82,6 +82,7 @@ class PolicyHandle(Handle):
         _refuse_other_methods(trainer, base)
         super().__init__(trainer, choices, why_not_fused(trainer, (OWN_LOSS, *PRIMITIVE)))
         self._replay = replay = Replay(trainer) if choices.replay_kept_tokens else None
+        self.models.counts_positions = replay is not None
         if replay is None:
             _warn_of_kept_tokens(trainer)
         self._temperature = trainer.temperature  # TRL also reads it once

@@ -29,7 +29,7 @@ FAMILIES = {
     "SmolLM3Config": {},
     "GemmaConfig": {},
     "Starcoder2Config": {},
-    "OPTConfig": {"ffn_dim": 24, "word_embed_proj_dim": 16},
+    "OPTConfig": {"ffn_dim": 24, "word_embed_proj_dim": 16, "dropout": 0.0},
     "Glm4Config": {},
     "Gemma4TextConfig": {"final_logit_softcapping": 3.0},
     "HyperCLOVAXConfig": {"logits_scaling": 0.25},

@@ -8,7 +8,7 @@ import torch
 
 from tests.integrations.packages import needed
 from tests.integrations.trl.kinds import make_trainer
-from tests.integrations.trl.runs import VOCABULARY
+from tests.integrations.trl.runs import VOCABULARY, save_model
 
 trl = needed("trl")
 from transformers import TrainerCallback  # noqa: E402
@@ -71,7 +71,7 @@ def sampled(monkeypatch):
     return steps
 
 
-def gaps(path, out, sampled, *, replay, kind="GRPO", peft_config=None, **options):
+def gaps(path, out, sampled, *, replay, kind="GRPO", peft_config=None, packed=None, **options):
     """Train two steps; compare what is scored with what was sampled.
 
     Returns:
@@ -82,7 +82,7 @@ def gaps(path, out, sampled, *, replay, kind="GRPO", peft_config=None, **options
         peft_config = needed("peft").LoraConfig(r=2, target_modules=[peft_config])
     options = {"output_dir": out, "max_steps": 2, "peft_config": peft_config, **options}
     trainer = make_trainer(path, kind, **options)
-    handle = use_fastrl(trainer, replay_kept_tokens=replay)
+    handle = use_fastrl(trainer, replay_kept_tokens=replay, packed=packed)
     generate, score, compute = (getattr(trainer, name) for name in (BATCH, SCORES, LOSS))
     new, others, counts, scored = [], [], [], []
 
@@ -125,6 +125,18 @@ def gaps(path, out, sampled, *, replay, kind="GRPO", peft_config=None, **options
         setattr(trainer, name, function)
     trainer.train()
     return handle, torch.cat(new).abs(), [gap.abs() for gap in others], counts
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_absolute_positions_are_the_samplers(packed, tmp_path, sampled):
+    """Of prompts that TRL pads on the left, where GPT-2 would read other positions."""
+    off = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    path = save_model(tmp_path / "model", "GPT2Config", n_positions=32, n_layer=1, n_head=2, **off)
+    handle, new, others, _ = gaps(
+        path, tmp_path, sampled, replay=True, packed=packed, top_p=0.8, beta=0.04
+    )
+    assert handle.packed == packed
+    assert max(new.max(), *(gap.max() for gap in others)) < 1e-5
 
 
 @pytest.mark.parametrize("name", CASES)
