@@ -57,17 +57,20 @@ def main() -> None:
             command = [sys.executable, __file__, *sys.argv[1:], "--variant", name, "--data", data]
             output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
             found[name] = json.loads(output.splitlines()[-1])
-            print(name, {k: v for k, v in found[name].items() if k != "logs"}, file=sys.stderr)
-    theirs = found["TRL alone"]
+            print(line(name, found[name], found["TRL alone"]), file=sys.stderr)
     print("| | seconds per step | tokens computed | peak memory, MiB | largest difference |")
     print("| --- | --- | --- | --- | --- |")
     for name, row in found.items():
-        ratios = [row[key] / theirs[key] for key in ("seconds", "tokens", "peak")]
-        print(
-            f"| {name} | {row['seconds']:.1f} ({ratios[0]:.2f}) | {row['tokens']:.0f} "
-            f"({ratios[1]:.2f}) | {row['peak'] / 2**20:.0f} ({ratios[2]:.2f}) | "
-            f"{difference(row['logs'], theirs['logs']):.1e} |"
-        )
+        print(line(name, row, found["TRL alone"]))
+
+
+def line(name: str, row: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """Return a line of the table; ratios are to TRL alone."""
+    seconds, tokens, peak = (row[key] / theirs[key] for key in ("seconds", "tokens", "peak"))
+    return (
+        f"| `{name}` | {row['seconds']:.1f} ({seconds:.2f}) | {row['tokens']:.0f} ({tokens:.2f}) | "
+        f"{row['peak'] / 2**20:.0f} ({peak:.2f}) | {difference(row['logs'], theirs['logs']):.1e} |"
+    )
 
 
 def sample(model: Path, count: int) -> list[dict[str, Any]]:
@@ -130,10 +133,10 @@ def learn(model: Path, rollouts: list[dict[str, Any]], args: argparse.Namespace)
             output_dir="unused", per_device_train_batch_size=size, num_generations=GROUP,
             steps_per_generation=1, max_completion_length=256, max_steps=args.steps, seed=0,
             learning_rate=1e-5, lr_scheduler_type="constant", logging_steps=1, report_to="none",
-            save_strategy="no", use_cpu=not torch.cuda.is_available(), bf16=False, shuffle_dataset=False,
-            disable_tqdm=True, gradient_checkpointing=False, beta=0.0,
+            save_strategy="no", use_cpu=not torch.cuda.is_available(), bf16=False,
+            shuffle_dataset=False, disable_tqdm=True, gradient_checkpointing=False, beta=0.0,
         ),
-        train_dataset=datasets.Dataset.from_dict({"prompt": [str(i) for i in range(len(rollouts))]}),
+        train_dataset=datasets.Dataset.from_dict({"prompt": [*map(str, range(len(rollouts)))]}),
         processing_class=transformers.AutoTokenizer.from_pretrained(model),
         rollout_func=replayed,
     )  # fmt: skip

@@ -249,7 +249,20 @@ OTHERS: tuple[Support, ...] = (
     Support(
         option="`torch_compile=True`",
         handling="fused",
-        note="only the backbone is compiled",
+        note="only the backbone is compiled, on the padded batch unless `packed=True`",
+    ),
+    Support(
+        option="padded micro-batches, of all trainers but `CPOTrainer`, `ORPOTrainer` and "
+        "`OnlineDPOTrainer`",
+        handling="fused",
+        note="the model runs on [rows without padding](replace-the-loss/trl.md#packed-rows), if a "
+        "trial shows that it can",
+    ),
+    Support(
+        option="`packed=True` with `eager` attention, recurrent or chunked layers, or dropout in "
+        "the attention; `packed_tokens` on several ranks",
+        handling="refused",
+        note="rows of several sequences would have other values, or ranks other numbers of rows",
     ),
     Support(
         option="the auxiliary loss of a mixture of experts, images and other inputs of a "

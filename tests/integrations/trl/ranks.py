@@ -126,6 +126,7 @@ def _train(layout, model, path, options, use):
         "steps": steps,
         "losses": losses,
         "fused": getattr(handle, "fused", None),
+        "packed": getattr(handle, "packed", None),
         "wrapped": [kind.__name__ for kind in type(wrapped).__mro__],
         "parameters": _checksum(
             wrapped if layout == "fsdp1" else trainer.accelerator.unwrap_model(wrapped)

@@ -100,6 +100,8 @@ def test_three_steps_are_equal(name, on_ranks):
     for use, ranks in found.items():
         assert len({of_rank["parameters"] for of_rank in ranks}) == 1
         assert ranks[0]["fused"] == {"none": None, "fused": True, "primitive": False}[use]
+        packed = None if use == "none" else kind != "CPO" and "compile" not in name
+        assert {of_rank["packed"] for of_rank in ranks} == {packed}
         for mine, others in zip(ranks, theirs, strict=True):
             assert mine["losses"] == pytest.approx(others["losses"], abs=1e-4)
         check_equal(ranks[0]["steps"], theirs[0]["steps"])
