@@ -18,6 +18,19 @@ def has_own_hooks(module: nn.Module) -> bool:
     return any(_is_the_users(hook) for hooks in _hooks(module) for hook in hooks.values())
 
 
+def has_row_hooks(module: nn.Module) -> bool:
+    """Return whether a module has hooks that may depend on the rows of a batch.
+
+    Those of transformers are of single tokens, except NEFTune's.
+    """
+    found = (hook for hooks in _hooks(module) for hook in hooks.values() if _is_the_users(hook))
+    return any(
+        getattr(hook, "__name__", "").startswith("neftune")
+        or not str(getattr(hook, "__module__", "")).startswith("transformers.")
+        for hook in found
+    )
+
+
 @contextlib.contextmanager
 def runtime_hooks_only(module: nn.Module) -> Iterator[None]:
     """Take the user's hooks off a module."""

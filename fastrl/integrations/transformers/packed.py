@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from fastrl.integrations.transformers.by_sequence import Span, attend_by_sequence, make_layout
-from fastrl.integrations.transformers.hooks import runtime_hooks_only
+from fastrl.integrations.transformers.hooks import has_row_hooks, runtime_hooks_only
 from fastrl.integrations.transformers.packing import Unit, ranges, rows_of, shared_prefixes
 from fastrl.integrations.transformers.random_rows import evaluating
 
@@ -118,7 +118,8 @@ def packed_forward(
         given = dict(zip(names, args, strict=False)) | inputs
         given = {name: value for name, value in given.items() if value is not None}
         plan = None
-        if _is_known(given, module.config) and given["input_ids"].shape[1] <= longest:
+        usable = _has_a_known_attention(module) and not _has_inner_hooks(module)
+        if usable and _is_known(given, module.config) and given["input_ids"].shape[1] <= longest:
             shares = shares_prefixes(module)
             plan = _plan(given["input_ids"], given.get("attention_mask"), tokens, shares)
         if plan is None:
@@ -187,6 +188,15 @@ def is_whole(module: nn.Module) -> bool:
 
 def _config(module: nn.Module) -> Any:
     return module.config.get_text_config()  # type: ignore[union-attr, operator]
+
+
+def _has_a_known_attention(module: nn.Module) -> bool:
+    return _config(module)._attn_implementation in ("sdpa", *_BY_POSITIONS)
+
+
+def _has_inner_hooks(module: nn.Module) -> bool:
+    """Return whether hooks on parts of a backbone, such as NEFTune's, would see packed rows."""
+    return any(has_row_hooks(part) for part in module.modules() if part is not module)
 
 
 def _is_known(given: dict[str, Any], config: Any) -> bool:

@@ -72,7 +72,7 @@ class FusedModels:
         self._tokens = tokens
         self._required = bool(packed)
         self._compiled: dict[nn.Module, Callable[..., Any]] = {}
-        self._untried: set[nn.Module] = set()
+        self._proven: set[nn.Module] = set()
         self._running: set[nn.Module] = set()
         self.give_up(reason)
         if not self._required and trainer.accelerator.state.dynamo_plugin.backend != "NO":
@@ -80,8 +80,7 @@ class FusedModels:
         for part in map(backbone, models_of(trainer) if self.packed else ()):
             if is_whole(part):
                 self.give_up(why_not_packed(part))
-            else:
-                self._untried.add(part)
+                self._proven.add(part)
 
     def give_up(self, reason: str | None) -> None:
         """Run on padded batches from now on, if there is a reason.
@@ -212,17 +211,17 @@ class FusedModels:
     def _packed_or_padded(
         self, part: nn.Module, padded: Callable[..., Any], own: Callable[..., Any]
     ) -> Callable[..., Any]:
-        """Return the packed forward; the first call of a sharded backbone decides whether it is.
+        """Return the packed forward; the first call of a sharded or new backbone decides if.
 
         Only inside its wrappers can such a model be run, to compare packed rows with single ones.
         """
         packed = packed_forward(part, padded, self._tokens)
-        if part not in self._untried:
+        if part in self._proven:
             return packed
 
         def run(*arguments: Any, **inputs: Any) -> Any:
-            if part in self._untried:
-                self._untried.remove(part)
+            if part not in self._proven:
+                self._proven.add(part)
                 self.give_up(why_not_packed(part, own))
             return (packed if self.packed else padded)(*arguments, **inputs)
 
