@@ -141,9 +141,14 @@ def learn(model: Path, rollouts: list[dict[str, Any]], args: argparse.Namespace)
         processing_class=transformers.AutoTokenizer.from_pretrained(model),
         rollout_func=replayed,
     )  # fmt: skip
-    trainer.model.model.embed_tokens.register_forward_pre_hook(
-        lambda _, given: tokens.append(tokens.pop() + given[0].numel())
-    )
+    embeddings = trainer.model.get_input_embeddings()
+    own = embeddings.forward
+
+    def counted(ids: torch.Tensor) -> torch.Tensor:
+        tokens.append(tokens.pop() + ids.numel())
+        return own(ids)
+
+    embeddings.forward = counted  # with a hook in the model, fastrl would not pack
     keep_freed(False)
     options = VARIANTS[args.variant]
     if options is not None:

@@ -28,7 +28,7 @@ from tests.fuzz.oracle.functions import exp, stored
 from tests.fuzz.oracle.head import LinearHead
 from tests.fuzz.oracle.rows import Head, Rows
 from tests.integrations.packages import needed
-from tests.integrations.trl.runs import OPTIONS, both, reward_even
+from tests.integrations.trl.kinds import both
 from tests.ops.ranks.gloo_ranks import on_ranks
 from tests.train.packed import padded
 
@@ -184,14 +184,10 @@ def test_kept_tokens_are_replayed(pretrained):
 
 
 def test_grpo_logs_the_same_with_fastrl(tmp_path):
-    trl, datasets = needed("trl"), needed("datasets")
-
-    def make(path, kind, **options):
-        config = trl.GRPOConfig(output_dir=tmp_path, **{**OPTIONS, **options})
-        data = datasets.Dataset.from_dict({"prompt": [question for question, _ in CHAT]})
-        return trl.GRPOTrainer(path, reward_even, args=config, train_dataset=data)
-
+    data = needed("datasets").Dataset.from_dict({"prompt": [question for question, _ in CHAT]})
+    own = {"train_dataset": data, "processing_class": None, "output_dir": tmp_path}
     shape = {"max_steps": 2, "num_generations": 4, "max_completion_length": 16}
     policy = {"num_iterations": 2, "beta": 0.04, "learning_rate": 1e-3}
-    handle, _ = both(FOLDER, make=make, model_init_kwargs={"dtype": "float32"}, **shape, **policy)
+    handle, _ = both(FOLDER, model_init_kwargs={"dtype": "float32"}, **own, **shape, **policy)
     assert handle.fused
+    assert handle.packed

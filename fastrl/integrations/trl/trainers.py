@@ -128,7 +128,11 @@ def handle_of(trainer: Any, choices: Choices) -> Handle:
             "that a sampler kept"
         )
     handle = row.adapter(trainer, base, choices)
-    handle.announce()
+    try:
+        handle.announce()
+    except BaseException:  # a warning that is an error
+        handle.undo()
+        raise
     return handle
 
 

@@ -151,9 +151,11 @@ def make_trainer(model, kind="GRPO", **options):
     return build(
         model=model,
         args=getattr(module, f"{kind}Config")(**options),
-        train_dataset=datasets.Dataset.from_dict(row.columns),
-        processing_class=make_tokenizer(),
-        **given,
+        **{
+            "train_dataset": datasets.Dataset.from_dict(row.columns),
+            "processing_class": make_tokenizer(),
+            **given,
+        },
     )
 
 

@@ -1,6 +1,7 @@
 """`use_fastrl(trainer, packed=True)`: TRL's numbers, from rows without padding."""
 
 import logging
+import warnings
 
 import pytest
 import torch
@@ -207,3 +208,57 @@ def test_sdpa_is_transformers_own_for_other_calls():
     assert attention is packed_rows._attend
     eager = make_model(attn_implementation="eager")
     torch.testing.assert_close(eager(input_ids=ids).logits, expected)
+
+
+def test_noise_on_embeddings_has_the_size_of_the_batch(tiny_path, tmp_path):
+    """NEFTune's hook divides by the length of its input, so the batch stays padded."""
+    both(tiny_path, "SFT", output_dir=tmp_path, neftune_noise_alpha=5.0)
+
+
+def test_hooks_on_layers_see_the_batch(tiny_path, tmp_path):
+    def without_the_first(trainer):
+        trainer.model.model.layers[0].register_forward_hook(
+            lambda module, inputs, states: states.index_fill(0, torch.tensor([0]), 0.0)
+        )
+
+    both(tiny_path, "SFT", without_the_first, output_dir=tmp_path)
+
+
+@pytest.mark.parametrize("attention", ["eager", "paged|eager"])
+def test_another_attention_later(attention, tiny_path, tmp_path):
+    trainer = make_trainer(tiny_path, "SFT", output_dir=tmp_path)
+    batch = next(iter(trainer.get_train_dataloader()))
+    with use_fastrl(trainer, packed=False):
+        expected = trainer.compute_loss(trainer.model, batch)
+    with use_fastrl(trainer):
+        trainer.model.set_attn_implementation(attention)
+        trainer.model.config._attn_implementation = attention
+        found = trainer.compute_loss(trainer.model, batch)
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_model_that_joins_later_is_tried(tiny_path, tmp_path):
+    trl = needed("trl")
+    trainer = make_trainer(tiny_path, "DPO", output_dir=tmp_path)
+    batch = next(iter(trainer.get_train_dataloader()))
+    other = make_model("FalconConfig", new_decoder_architecture=False, attention_dropout=0.0)
+    trl.trainer.utils.add_fused_lm_head(other)
+    with use_fastrl(trainer, packed=False):
+        trainer.ref_model = other
+        expected = trainer.compute_loss(trainer.model, batch)
+    trainer.ref_model = None
+    with use_fastrl(trainer) as handle:
+        trainer.ref_model = other
+        torch.testing.assert_close(trainer.compute_loss(trainer.model, batch), expected)
+        assert not handle.packed
+
+
+def test_a_warning_that_is_an_error_leaves_the_trainer(tiny_path, tmp_path):
+    trainer = make_trainer(tiny_path, output_dir=tmp_path)
+    trainer.model.lm_head.register_forward_hook(lambda *_: None)
+    before = dict(trainer.__dict__)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="hooks on the LM head"):
+            use_fastrl(trainer)
+    assert trainer.__dict__ == before
