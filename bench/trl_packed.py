@@ -6,8 +6,8 @@ The model first samples the completions of all steps, of lengths drawn from 16 t
 are then replayed, so that all learn from the same batches. Each variant runs in a process of its
 own. Seconds are those of `training_step`, loss and backward; generation, rewards and optimizer are
 apart. Memory is the peak of this call beyond weights and optimizer; it includes the gradients. Both
-are medians of the steps after the first. The largest difference is that of all numbers that TRL
-logs, relative to those above 1.
+are medians of the steps after the first. The last column is the largest difference between numbers
+that TRL logs, relative to those above 1.
 """
 
 from __future__ import annotations

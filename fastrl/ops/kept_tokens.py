@@ -173,7 +173,7 @@ class KeptTokens(NamedTuple):
         Args:
             outputs: the dicts of `Engine.generate` or of the endpoint `/generate`. Each has its
                 `output_ids`, and in its `meta_info` an `output_token_sampling_mask`, a list of ids
-                per token. The format is that of sglang#27408 and #33593; no test runs SGLang.
+                per token. sglang#27408 and #33593 define the format; no test runs SGLang.
             length: the number of tokens to which completions are padded or cut; None takes the
                 longest completion.
             device: the device of the result.

@@ -104,7 +104,7 @@ def packed_forward(
             whether it can be packed.
         run: Its own forward, possibly compiled.
         tokens: The most tokens per row, or None for one row. With several rows, each one's
-            activations are recomputed in the backward, so that the memory is that of one row. Ranks
+            activations are recomputed in the backward, so only one row's exist at a time. Ranks
             may have different numbers of rows, so it must be None if parameters are sharded.
 
     Returns:

@@ -2,7 +2,7 @@
 
 TRL calls its models with `fused_lm_head=True` and reads log-probabilities from their output, which
 the forward computes without logits. While a method of the trainer runs, the forward of the causal
-language model is fastrl's, and that of its backbone may be compiled, packed, or both. The wrappers
+language model is fastrl's, and its backbone may run compiled, packed, or both. The wrappers
 (DDP, FSDP, DeepSpeed, PEFT) are called as usual.
 """
 

@@ -87,7 +87,7 @@ class VllmRecorder:
 
         Args:
             generation: TRL's `VLLMGeneration`.
-            temperature: that of the trainer's log-probabilities.
+            temperature: the temperature of the trainer's log-probabilities.
 
         Raises:
             ValueError: an option has a value that cannot be replayed.

@@ -52,7 +52,7 @@ def reward_first(completions, **_):
 
 
 def completed(**columns):
-    """Prompts with completions; a column's number is that of its first word."""
+    """Prompts with completions; the number of a column selects its first word."""
     return {"prompt": prompts()} | {
         name: [" " + words(first + i, 2 + (first + i) % 5) for i in range(12)]
         for name, first in columns.items()
