@@ -1,5 +1,6 @@
 """`replay_kept_tokens` with a stand-in for vLLM's engine; `make test-vllm` has the real one."""
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -73,13 +74,12 @@ def made(tiny_path, tmp_path, monkeypatch):
 
     def make(kind="GRPO", *, with_sets=True, **options):
         options = {"use_vllm": True, "vllm_mode": "colocate", "top_p": 0.8, "top_k": 60, **options}
-        if not with_sets:
-            return make_trainer(tiny_path, kind, output_dir=tmp_path, **options)
-        with vllm_returns_kept_tokens():
+        flag = vllm_returns_kept_tokens() if with_sets else contextlib.nullcontext()
+        # TRL sets the variables of a rank, by which the next trainer would join a process group
+        with flag, mock.patch.dict(os.environ):
             return make_trainer(tiny_path, kind, output_dir=tmp_path, **options)
 
-    with mock.patch.dict(os.environ):  # TRL sets the variables of a rank
-        yield make
+    return make
 
 
 def truth(model, batch):
@@ -130,9 +130,9 @@ def test_the_change_on_the_page_of_trl(made):
 
 
 @pytest.mark.parametrize("before", [None, "0"])
-def test_the_flag_is_set_in_the_block_alone(before, made):
+def test_the_flag_is_set_in_the_block_alone(before, made, monkeypatch):
     if before is not None:
-        os.environ[RUNNER] = before
+        monkeypatch.setenv(RUNNER, before)
     engine = made().vllm_generation.llm
     assert engine.llm_engine.model_config.return_sampling_mask
     assert engine.runner == "1"
