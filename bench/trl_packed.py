@@ -32,8 +32,8 @@ from fastrl.integrations.trl import use_fastrl
 VARIANTS: dict[str, dict[str, Any] | None] = {
     "TRL alone": None,
     "use_fastrl(trainer, packed=False)": {"packed": False},
-    "use_fastrl(trainer)": {},
-    "use_fastrl(trainer, packed_tokens=1024)": {"packed_tokens": 1024},
+    "use_fastrl(trainer, packed=True)": {"packed": True},
+    "use_fastrl(trainer, packed=True, packed_tokens=1024)": {"packed": True, "packed_tokens": 1024},
 }
 GROUP = 8
 
@@ -131,7 +131,7 @@ def learn(model: Path, rollouts: list[dict[str, Any]], args: argparse.Namespace)
         model=transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
         reward_funcs=lambda completion_ids, **_: [len(set(i)) / len(i) for i in completion_ids],
         args=trl.GRPOConfig(
-            output_dir="unused", per_device_train_batch_size=size, num_generations=GROUP,
+            output_dir=args.data.parent, per_device_train_batch_size=size, num_generations=GROUP,
             steps_per_generation=1, max_completion_length=256, max_steps=args.steps, seed=0,
             learning_rate=1e-5, lr_scheduler_type="constant", logging_steps=1, report_to="none",
             save_strategy="no", use_cpu=not torch.cuda.is_available(), bf16=False,
@@ -145,10 +145,11 @@ def learn(model: Path, rollouts: list[dict[str, Any]], args: argparse.Namespace)
     own = embeddings.forward
 
     def counted(ids: torch.Tensor) -> torch.Tensor:
-        tokens.append(tokens.pop() + ids.numel())
+        if tokens:  # before the first step, fastrl runs a trial
+            tokens[-1] += ids.numel()
         return own(ids)
 
-    embeddings.forward = counted  # with a hook in the model, fastrl would not pack
+    embeddings.forward = counted  # a hook would end the packing
     keep_freed(False)
     options = VARIANTS[args.variant]
     if options is not None:

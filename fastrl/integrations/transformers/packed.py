@@ -118,8 +118,8 @@ def packed_forward(
         given = dict(zip(names, args, strict=False)) | inputs
         given = {name: value for name, value in given.items() if value is not None}
         plan = None
-        usable = _has_a_known_attention(module) and not _has_inner_hooks(module)
-        if usable and _is_known(given, module.config) and given["input_ids"].shape[1] <= longest:
+        usable = why_padded_now(module) is None and _is_known(given, module.config)
+        if usable and given["input_ids"].shape[1] <= longest:
             shares = shares_prefixes(module)
             plan = _plan(given["input_ids"], given.get("attention_mask"), tokens, shares)
         if plan is None:
@@ -155,12 +155,12 @@ def why_not_packed(module: nn.Module, run: Callable[..., Any] | None = None) -> 
         module: The backbone of a `transformers` causal language model.
         run: Its own forward, if another one has replaced that.
     """
-    config, attention = _config(module), _config(module)._attn_implementation
-    if attention not in ("sdpa", *_BY_POSITIONS):
-        return f"its attention is {attention}, not one of sdpa, {', '.join(_BY_POSITIONS)}"
+    config = _config(module)
     other = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if other or getattr(config, "attention_chunk_size", None):
         return f"it has layers of {', '.join(sorted(other)) or 'attention in chunks'}"
+    if (reason := _why_not_its_attention(module)) is not None:
+        return reason
     try:
         times = _trial_error(module, run or module.forward)
     except Exception as error:
@@ -171,6 +171,20 @@ def why_not_packed(module: nn.Module, run: Callable[..., Any] | None = None) -> 
         f"sequences in one row affect each other {times:.2g} times as much as rounding: layers may "
         "not pass keywords on to the attention"
     )
+
+
+def why_padded_now(module: nn.Module) -> str | None:
+    """Return why a packed forward leaves any call padded, or None; this may change between calls.
+
+    Hooks on parts of the backbone, such as NEFTune's, would see packed rows.
+
+    Args:
+        module: The backbone of a `transformers` causal language model.
+    """
+    parts = (part for part in module.modules() if part is not module and has_row_hooks(part))
+    if hooked := dict.fromkeys(type(part).__name__ for part in parts):
+        return f"it has hooks on {', '.join(hooked)}, which would see packed rows"
+    return _why_not_its_attention(module)
 
 
 def shares_prefixes(module: nn.Module) -> bool:
@@ -190,13 +204,11 @@ def _config(module: nn.Module) -> Any:
     return module.config.get_text_config()  # type: ignore[union-attr, operator]
 
 
-def _has_a_known_attention(module: nn.Module) -> bool:
-    return _config(module)._attn_implementation in ("sdpa", *_BY_POSITIONS)
-
-
-def _has_inner_hooks(module: nn.Module) -> bool:
-    """Return whether hooks on parts of a backbone, such as NEFTune's, would see packed rows."""
-    return any(has_row_hooks(part) for part in module.modules() if part is not module)
+def _why_not_its_attention(module: nn.Module) -> str | None:
+    attention = _config(module)._attn_implementation
+    if attention in ("sdpa", *_BY_POSITIONS):
+        return None
+    return f"its attention is {attention}, not one of sdpa, {', '.join(_BY_POSITIONS)}"
 
 
 def _is_known(given: dict[str, Any], config: Any) -> bool:

@@ -15,10 +15,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging
 
 from fastrl.integrations.transformers import LmHead, backbone
 from fastrl.integrations.transformers.forward import calling, in_own_dtypes, inside_head
-from fastrl.integrations.transformers.packed import is_whole, packed_forward, why_not_packed
+from fastrl.integrations.transformers.packed import (
+    is_whole,
+    packed_forward,
+    why_not_packed,
+    why_padded_now,
+)
 from fastrl.integrations.transformers.transform import prove
 from fastrl.integrations.transformers.wrappers import (
     causal_model,
@@ -27,6 +33,8 @@ from fastrl.integrations.transformers.wrappers import (
     wrappers,
 )
 from fastrl.integrations.trl.token_outputs import is_head_float32
+
+logger = logging.get_logger(__name__)
 
 #: Tokens `[B, T]` that the positions predict, -100 where none -> (their hidden states `[B, T, H]`,
 #: head) -> fields of TRL's `FusedCausalLMOutput`; without `loss`, it is the mean of `-log_probs`.
@@ -78,7 +86,8 @@ class FusedModels:
         if not self._required and trainer.accelerator.state.dynamo_plugin.backend != "NO":
             self.give_up("torch_compile=True, and packed rows leave the graph for each attention")
         for part in map(backbone, models_of(trainer) if self.packed else ()):
-            if is_whole(part):
+            self.give_up(why_padded_now(part))
+            if self.packed and is_whole(part):
                 self.give_up(why_not_packed(part))
                 self._proven.add(part)
 
@@ -211,18 +220,22 @@ class FusedModels:
     def _packed_or_padded(
         self, part: nn.Module, padded: Callable[..., Any], own: Callable[..., Any]
     ) -> Callable[..., Any]:
-        """Return the packed forward; the first call of a sharded or new backbone decides if.
+        """Return the packed forward, which a call may find to be impossible.
 
-        Only inside its wrappers can such a model be run, to compare packed rows with single ones.
+        A sharded or new backbone is tried in its first call, inside its wrappers.
         """
         packed = packed_forward(part, padded, self._tokens)
-        if part in self._proven:
-            return packed
 
         def run(*arguments: Any, **inputs: Any) -> Any:
-            if part not in self._proven:
+            reason = why_padded_now(part) if self.packed else None
+            if self.packed and reason is None and part not in self._proven:
                 self._proven.add(part)
-                self.give_up(why_not_packed(part, own))
+                reason = why_not_packed(part, own)
+            if reason is not None:
+                self.give_up(reason)
+                if self._trainer.accelerator.is_main_process:
+                    name = type(self._trainer).__name__
+                    logger.warning(f"{name} runs on padded batches from now on: {reason}")
             return (packed if self.packed else padded)(*arguments, **inputs)
 
         return run

@@ -259,10 +259,11 @@ OTHERS: tuple[Support, ...] = (
         "trial shows that it can",
     ),
     Support(
-        option="`packed=True` with `eager` attention, recurrent or chunked layers, or dropout in "
-        "the attention; `packed_tokens` on several ranks",
+        option="`packed=True` with `eager` attention, recurrent or chunked layers, dropout in the "
+        "attention, or hooks on parts of the backbone; `packed_tokens` on several ranks",
         handling="refused",
-        note="rows of several sequences would have other values, or ranks other numbers of rows",
+        note="rows of several sequences would have other values, or ranks other numbers of rows. "
+        "A hook that comes later, as NEFTune's does, raises the error in the next step",
     ),
     Support(
         option="the auxiliary loss of a mixture of experts, images and other inputs of a "

@@ -212,7 +212,8 @@ def test_sdpa_is_transformers_own_for_other_calls():
 
 def test_noise_on_embeddings_has_the_size_of_the_batch(tiny_path, tmp_path):
     """NEFTune's hook divides by the length of its input, so the batch stays padded."""
-    both(tiny_path, "SFT", output_dir=tmp_path, neftune_noise_alpha=5.0)
+    handle, _ = both(tiny_path, "SFT", output_dir=tmp_path, neftune_noise_alpha=5.0)
+    assert handle.packed_reason == "it has hooks on Embedding, which would see packed rows"
 
 
 def test_hooks_on_layers_see_the_batch(tiny_path, tmp_path):
@@ -222,7 +223,10 @@ def test_hooks_on_layers_see_the_batch(tiny_path, tmp_path):
     def prepared(trainer):
         trainer.model.model.layers[0].register_forward_hook(scaled)
 
-    both(tiny_path, "SFT", prepared, output_dir=tmp_path)
+    handle, _ = both(tiny_path, "SFT", prepared, output_dir=tmp_path)
+    assert not handle.packed
+    with pytest.raises(ValueError, match="packed must be None or False: it has hooks on Llama"):
+        use_fastrl(handle.trainer, packed=True)
 
 
 @pytest.mark.parametrize("attention", ["eager", "paged|eager"])
