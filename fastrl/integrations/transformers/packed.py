@@ -156,11 +156,11 @@ def why_not_packed(module: nn.Module, run: Callable[..., Any] | None = None) -> 
         run: Its own forward, if another one has replaced that.
     """
     config = _config(module)
+    if (reason := _why_not_its_attention(module)) is not None:
+        return reason
     other = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if other or getattr(config, "attention_chunk_size", None):
         return f"it has layers of {', '.join(sorted(other)) or 'attention in chunks'}"
-    if (reason := _why_not_its_attention(module)) is not None:
-        return reason
     try:
         times = _trial_error(module, run or module.forward)
     except Exception as error:
