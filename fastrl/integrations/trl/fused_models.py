@@ -48,8 +48,6 @@ class FusedModels:
     """The models of a trainer, while methods of the trainer run on fastrl.
 
     Attributes:
-        packed: whether their backbones run on rows without padding.
-        reason: why they do not, or None.
         counts_positions: whether positions on padded batches begin at a sequence's first token, as
             in `generate`; TRL leaves them to the model, which may begin at the padding.
     """
@@ -73,35 +71,52 @@ class FusedModels:
         Raises:
             ValueError: `packed` is True, and the models cannot be packed.
         """
-        self.packed = packed is not False
-        self.reason = None if self.packed else "packed is False"
         self.counts_positions = False
         self._trainer = trainer
         self._tokens = tokens
         self._required = bool(packed)
+        self._given_up = "packed is False" if packed is False else None  # the same on all ranks
+        self._left: dict[nn.Module, str] = {}  # backbones that run padded for now
         self._compiled: dict[nn.Module, Callable[..., Any]] = {}
         self._proven: set[nn.Module] = set()
         self._running: set[nn.Module] = set()
-        self.give_up(reason)
+        self._give_up(reason)
         if not self._required and trainer.accelerator.state.dynamo_plugin.backend != "NO":
-            self.give_up("torch_compile=True, and packed rows leave the graph for each attention")
+            self._give_up("torch_compile=True, and packed rows leave the graph for each attention")
         for part in map(backbone, models_of(trainer) if self.packed else ()):
-            self.give_up(why_padded_now(part))
-            if self.packed and is_whole(part):
-                self.give_up(why_not_packed(part))
+            if is_whole(part) and not _is_loaded_on_one_rank(trainer):
+                self._give_up(why_not_packed(part))
                 self._proven.add(part)
+            self._look_at(part)
 
-    def give_up(self, reason: str | None) -> None:
-        """Run on padded batches from now on, if there is a reason.
+    @property
+    def packed(self) -> bool:
+        """Whether the backbones run on rows without padding."""
+        return self.reason is None
 
-        Raises:
-            ValueError: `packed` is True.
-        """
-        if reason is None or not self.packed:
-            return
+    @property
+    def reason(self) -> str | None:
+        """Why they do not, or None."""
+        return self._given_up or next(iter(self._left.values()), None)
+
+    def _give_up(self, reason: str | None) -> None:
+        """Run on padded batches from now on, if there is a reason."""
+        if reason is not None and self._given_up is None:
+            self._refuse_if_required(reason)
+            self._given_up = reason
+
+    def _look_at(self, part: nn.Module) -> None:
+        """Note what keeps a backbone from packed rows for now, maybe on this rank alone."""
+        reason = None if self._given_up else why_padded_now(part)
+        if reason is None:
+            self._left.pop(part, None)
+        else:
+            self._refuse_if_required(reason)
+            self._left[part] = reason
+
+    def _refuse_if_required(self, reason: str) -> None:
         if self._required:
             raise ValueError(f"packed must be None or False: {reason}")
-        self.packed, self.reason = False, reason
 
     @contextlib.contextmanager
     def running(self, *models: nn.Module) -> Iterator[None]:
@@ -119,7 +134,7 @@ class FusedModels:
                 run = own = part.forward
                 if any(is_compiled(wrapper) for wrapper in wrappers(model)):
                     run = self._compiled_forward(part)
-                if self.packed:
+                if self._given_up is None:
                     run = self._packed_or_padded(part, run, own)
                 if run is not own:
                     stack.enter_context(forward_of(part, run))
@@ -173,7 +188,7 @@ class FusedModels:
         from trl.trainer.utils import FusedCausalLMOutput
 
         with self._replaced_autocast(causal):
-            if self.counts_positions and not self.packed:
+            if self.counts_positions and (self._given_up or why_padded_now(backbone(causal))):
                 inputs = _with_positions(causal, inputs)
             states, aux_loss = _states(causal, *arguments, **inputs)
         if shift_labels is not None:
@@ -222,23 +237,28 @@ class FusedModels:
     ) -> Callable[..., Any]:
         """Return the packed forward, which a call may find to be impossible.
 
-        A sharded or new backbone is tried in its first call, inside its wrappers.
+        A sharded or new backbone is tried in its first call, inside its wrappers, on all ranks.
         """
         packed = packed_forward(part, padded, self._tokens)
 
         def run(*arguments: Any, **inputs: Any) -> Any:
-            reason = why_padded_now(part) if self.packed else None
-            if self.packed and reason is None and part not in self._proven:
+            before = self.reason
+            if part not in self._proven:
                 self._proven.add(part)
-                reason = why_not_packed(part, own)
-            if reason is not None:
-                self.give_up(reason)
-                if self._trainer.accelerator.is_main_process:
-                    name = type(self._trainer).__name__
-                    logger.warning(f"{name} runs on padded batches from now on: {reason}")
-            return (packed if self.packed else padded)(*arguments, **inputs)
+                self._give_up(why_not_packed(part, own))
+            self._look_at(part)
+            if self.reason not in (before, None) and self._trainer.accelerator.is_main_process:
+                name = type(self._trainer).__name__
+                logger.warning(f"{name} runs on padded batches from now on: {self.reason}")
+            return (packed if self._given_up is None else padded)(*arguments, **inputs)
 
         return run
+
+
+def _is_loaded_on_one_rank(trainer: Any) -> bool:
+    """Return whether the other ranks have no parameters yet, and could not run a trial."""
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    return bool(getattr(plugin, "cpu_ram_efficient_loading", False))
 
 
 def models_of(trainer: Any) -> list[nn.Module]:

@@ -35,7 +35,8 @@ def run_on_ranks(layout, model, path, uses, *, world=2, **options):
         uses: The arguments of `use_fastrl` of each use by its name, or None for TRL alone.
         world: How many ranks.
         **options: Of `make_trainer`, its ``kind`` included, or ``compiled=True`` where fastrl is
-            used, or ``unknown_input=True`` for the batches of the last rank.
+            used, ``unknown_input=True`` for the batches of the last rank, or ``hooked=True`` for a
+            hook on a layer of the first.
     """
     arguments = (environments(world), layout, model, path, uses, options)
     torch.multiprocessing.start_processes(_rank, arguments, nprocs=world, start_method="fork")
@@ -115,11 +116,13 @@ def _train(layout, model, path, options, use):
 
     if options.pop("compiled", False) and use is not None:
         options |= {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-    unknown_input = options.pop("unknown_input", False)
+    unknown_input, hooked = options.pop("unknown_input", False), options.pop("hooked", False)
     options = {"output_dir": str(path / "directory"), **options_of(layout), **options}
     trainer = make_trainer(model, **options)
     if unknown_input and os.environ["RANK"] == str(trainer.accelerator.num_processes - 1):
         _add_unknown_input(trainer)
+    if hooked and os.environ["RANK"] == "0":
+        trainer.model.model.layers[0].register_forward_hook(lambda *_: None)
     steps, losses, handle = run(trainer, contextlib.nullcontext if use is None else used(**use))
     wrapped = trainer.model_wrapped
     found = {

@@ -109,6 +109,16 @@ def test_three_steps_are_equal(name, on_ranks):
         assert max(step["clip_ratio/region_mean"] for step in theirs[0]["steps"]) > 0
 
 
+@pytest.mark.parametrize("layout", ["fsdp1", "fsdp2"])
+def test_a_hook_on_one_rank(layout, on_ranks):
+    """Its batches are padded, and all ranks try the sharded reference, which is a collective."""
+    found = on_ranks(layout, PRIMITIVE, kind="DPO", hooked=True, max_steps=2)
+    theirs, ours = found["none"], found["primitive"]
+    assert [of_rank["packed"] for of_rank in ours] == [False, True]
+    for mine, others in zip(ours, theirs, strict=True):
+        assert mine["losses"] == pytest.approx(others["losses"], abs=1e-4)
+
+
 def test_log_probabilities_are_not_rounded(on_ranks):
     """FSDP2 rounds what a model returns to bfloat16: all of TRL's log-probabilities."""
     options = {"bf16": True, "max_steps": 2, "learning_rate": 0.1}
