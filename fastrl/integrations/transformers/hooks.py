@@ -10,11 +10,22 @@ from torch import nn
 
 _KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 #: Packages whose hooks are part of a forward; weight normalization is in torch.nn.utils.
-_RUNTIMES = ("torch.distributed.", "torch.nn.utils.", "accelerate.", "deepspeed.", "trl.")
+_RUNTIMES = (
+    "torch.distributed.",
+    "torch.nn.utils.",
+    "torch.utils.",  # FlopCounterMode and such
+    "accelerate.",
+    "deepspeed.",
+    "trl.",
+)
 
 
-def has_own_hooks(module: nn.Module) -> bool:
-    """Return whether a module has hooks of the user's, not of torch.distributed, DeepSpeed, ..."""
+def has_own_hooks(module: nn.Module | None) -> bool:
+    """Return whether a module has hooks of the user's, not of torch.distributed, DeepSpeed, ...
+
+    Args:
+        module: A module, or None for hooks on all modules (`register_module_forward_hook`).
+    """
     return any(_is_the_users(hook) for hooks in _hooks(module) for hook in hooks.values())
 
 
@@ -32,8 +43,8 @@ def has_row_hooks(module: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def runtime_hooks_only(module: nn.Module) -> Iterator[None]:
-    """Take the user's hooks off a module."""
+def runtime_hooks_only(module: nn.Module | None) -> Iterator[None]:
+    """Take the user's hooks off a module, or those on all modules."""
     if not has_own_hooks(module):
         yield
         return
@@ -51,7 +62,9 @@ def runtime_hooks_only(module: nn.Module) -> Iterator[None]:
             hooks.update(all_hooks | added)
 
 
-def _hooks(module: nn.Module) -> list[dict[int, Any]]:
+def _hooks(module: nn.Module | None) -> list[dict[int, Any]]:
+    if module is None:
+        return [getattr(nn.modules.module, f"_global{kind}") for kind in _KINDS]
     return [module.__dict__[kind] for kind in _KINDS if kind in module.__dict__]
 
 

@@ -24,7 +24,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from fastrl.integrations.transformers.by_sequence import Span, attend_by_sequence, make_layout
-from fastrl.integrations.transformers.hooks import has_row_hooks, runtime_hooks_only
+from fastrl.integrations.transformers.hooks import (
+    has_own_hooks,
+    has_row_hooks,
+    runtime_hooks_only,
+)
 from fastrl.integrations.transformers.packing import Unit, ranges, rows_of, shared_prefixes
 from fastrl.integrations.transformers.random_rows import evaluating
 
@@ -33,8 +37,10 @@ _BY_POSITIONS = ("flash_attention_2", "flash_attention_3", "flash_attention_4", 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _OUTPUTS = {"output_hidden_states": False, "output_attentions": False, "return_dict": True}
 _PASSED_ON = ("output_router_logits", "return_dict")
+#: Of the head and the loss; a backbone ignores them.
+_IGNORED = ("logits_to_keep", "num_items_in_batch")
 #: Arguments of a call that can be packed; any other must be None.
-_KNOWN = {"input_ids", "attention_mask", "use_cache", *_PASSED_ON, *_OUTPUTS}
+_KNOWN = {"input_ids", "attention_mask", "use_cache", *_PASSED_ON, *_OUTPUTS, *_IGNORED}
 
 
 class Sequences:
@@ -44,6 +50,8 @@ class Sequences:
         self.on = functools.cache(functools.partial(make_layout, spans))
 
 
+#: The shape of the mask of a row, which transformers passes on as it is and nothing looks at.
+_STAND_IN = (1, 1, 1, 1)
 _sdpa: Any = AttentionInterface()["sdpa"]
 
 
@@ -53,6 +61,8 @@ def _attend(
     """Return sdpa's attention, by sequence in a packed row."""
     if isinstance(options.get("sequences"), Sequences):
         return _attend_packed(module, query, key, value, **options)
+    if getattr(attention_mask, "shape", None) == _STAND_IN and query.shape[2] > 1:
+        raise ValueError("packed rows need layers that pass keywords on to the attention")
     return _sdpa(module, query, key, value, attention_mask, **options)
 
 
@@ -173,17 +183,23 @@ def why_not_packed(module: nn.Module, run: Callable[..., Any] | None = None) -> 
     )
 
 
-def why_padded_now(module: nn.Module) -> str | None:
-    """Return why a packed forward leaves any call padded, or None; this may change between calls.
+def why_padded_now(module: nn.Module, inputs: dict[str, Any] | None = None) -> str | None:
+    """Return why a packed forward leaves a call as it is, or None; this may change between calls.
 
     Hooks on parts of the backbone, such as NEFTune's, would see packed rows.
 
     Args:
         module: The backbone of a `transformers` causal language model.
+        inputs: Keyword arguments of the call, or None for any.
     """
+    if has_own_hooks(None):
+        return "there are hooks on all modules, which would see packed rows"
     parts = (part for part in module.modules() if part is not module and has_row_hooks(part))
     if hooked := dict.fromkeys(type(part).__name__ for part in parts):
         return f"it has hooks on {', '.join(hooked)}, which would see packed rows"
+    given = {name for name, value in (inputs or {}).items() if value is not None}
+    if unknown := sorted(given - _KNOWN):
+        return f"its inputs have {', '.join(unknown)}"
     return _why_not_its_attention(module)
 
 
@@ -206,6 +222,8 @@ def _config(module: nn.Module) -> Any:
 
 def _why_not_its_attention(module: nn.Module) -> str | None:
     attention = _config(module)._attn_implementation
+    if attention == "sdpa" and AttentionInterface()["sdpa"] is not _attend:
+        return "its attention is an sdpa that was registered after fastrl's"
     if attention in ("sdpa", *_BY_POSITIONS):
         return None
     return f"its attention is {attention}, not one of sdpa, {', '.join(_BY_POSITIONS)}"
@@ -254,8 +272,7 @@ def _plan(ids: Tensor, mask: Tensor | None, tokens: int | None, shares: bool) ->
             "position_ids": ranges(first, counts)[None].to(device),
         }
         if shares:
-            # transformers passes on a mask of four dimensions; `_attend` does not look at it
-            inputs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+            inputs["attention_mask"] = torch.ones(_STAND_IN, dtype=torch.bool, device=device)
             inputs["sequences"] = Sequences(row.spans)
         rows.append(inputs)
         done += row.tokens
@@ -301,7 +318,7 @@ def _trial_error(module: nn.Module, run: Callable[..., Any]) -> float:
             evaluating(module),
             torch.random.fork_rng(gpus),
             _short_windows(module),
-            *map(runtime_hooks_only, module.modules()),
+            *map(runtime_hooks_only, (None, *module.modules())),
         ):
             stack.enter_context(context)
         for part in module.modules() if shares_prefixes(module) else ():

@@ -54,9 +54,9 @@ def use_fastrl(
             sequences, such as the prompt of a group, are computed once, and on the padded batch
             where that is not possible; a line in the log says which. True requires it; False
             leaves the padded batch. Positions restart with each sequence, as for one alone.
-        packed_tokens: the most tokens of a row. A micro-batch with more runs in several rows, each
-            of which is computed again in the backward, so that the activations of one row exist
-            at a time. None means one row. On one device only.
+        packed_tokens: the most tokens of a row, unless one sequence is longer. A micro-batch with
+            more runs in several rows, each of which is computed again in the backward, so that the
+            activations of one row exist at a time. None means one row. On one device only.
         replay_kept_tokens: whether to compute old, reference and new log-probabilities over the
             tokens that `top_p`, `top_k` or `min_p` kept when each token was sampled, by
             `transformers` or by vLLM in a trainer made in `vllm_returns_kept_tokens()`. They are

@@ -9,8 +9,10 @@ language model is fastrl's, and its backbone may run compiled, packed, or both. 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,7 +39,7 @@ from fastrl.integrations.trl.token_outputs import is_head_float32
 logger = logging.get_logger(__name__)
 
 #: Tokens `[B, T]` that the positions predict, -100 where none -> (their hidden states `[B, T, H]`,
-#: head) -> fields of TRL's `FusedCausalLMOutput`; without `loss`, it is the mean of `-log_probs`.
+#: head) -> fields of the output, in which `loss` is the mean of `-log_probs`.
 Score = Callable[[Tensor], Callable[[Tensor, LmHead], dict[str, Tensor]]]
 
 #: Inputs of a model whose second dimension is over tokens.
@@ -77,12 +79,16 @@ class FusedModels:
         self._required = bool(packed)
         self._given_up = "packed is False" if packed is False else None  # the same on all ranks
         self._left: dict[nn.Module, str] = {}  # backbones that run padded for now
+        self._said: set[str] = set()
+        self._reads_padding = False
         self._compiled: dict[nn.Module, Callable[..., Any]] = {}
         self._proven: set[nn.Module] = set()
         self._running: set[nn.Module] = set()
         self._give_up(reason)
         if not self._required and trainer.accelerator.state.dynamo_plugin.backend != "NO":
             self._give_up("torch_compile=True, and packed rows leave the graph for each attention")
+        if _has_own_loss_function(trainer):
+            self._give_up("compute_loss_func reads logits, which may be those of padding")
         for part in map(backbone, models_of(trainer) if self.packed else ()):
             if is_whole(part) and not _is_loaded_on_one_rank(trainer):
                 self._give_up(why_not_packed(part))
@@ -105,14 +111,22 @@ class FusedModels:
             self._refuse_if_required(reason)
             self._given_up = reason
 
-    def _look_at(self, part: nn.Module) -> None:
+    def _look_at(self, part: nn.Module, inputs: dict[str, Any] | None = None) -> None:
         """Note what keeps a backbone from packed rows for now, maybe on this rank alone."""
-        reason = None if self._given_up else why_padded_now(part)
+        reason = None if self._given_up else why_padded_now(part, inputs)
         if reason is None:
             self._left.pop(part, None)
         else:
             self._refuse_if_required(reason)
             self._left[part] = reason
+
+    def _say(self) -> None:
+        """Log a reason that came up in training, once."""
+        if self.reason in {None, *self._said} or not self._trainer.accelerator.is_main_process:
+            return
+        self._said.add(str(self.reason))
+        name = type(self._trainer).__name__
+        logger.warning(f"{name} runs on TRL's own batches from now on: {self.reason}")
 
     def _refuse_if_required(self, reason: str) -> None:
         if self._required:
@@ -185,29 +199,33 @@ class FusedModels:
         **inputs: Any,
     ) -> Any:
         """Return what TRL's forward returns: `labels[:, 1:]` are predicted, or `shift_labels`."""
-        from trl.trainer.utils import FusedCausalLMOutput
-
-        with self._replaced_autocast(causal):
-            if self.counts_positions and (self._given_up or why_padded_now(backbone(causal))):
-                inputs = _with_positions(causal, inputs)
-            states, aux_loss = _states(causal, *arguments, **inputs)
         if shift_labels is not None:
             token_ids = shift_labels
         elif labels is not None:
-            token_ids, states = labels[:, 1:], states[:, :-1]
+            token_ids = labels[:, 1:]
         else:
             raise TypeError("fused_lm_head=True needs labels or shift_labels, got neither")
+        self._reads_padding = self.packed and _reads_padding(token_ids, inputs)
+        try:
+            with self._replaced_autocast(causal):
+                padded = self._given_up or self._reads_padding or why_padded_now(backbone(causal))
+                if self.counts_positions and padded:
+                    inputs = _with_positions(causal, inputs)
+                states, aux_loss = _states(causal, *arguments, **inputs)
+        finally:
+            self._reads_padding = False
+        if shift_labels is None:
+            states = states[:, :-1]
         if is_head_float32(self._trainer):
             states = states.float()
         found = inside_head(causal, score(token_ids), states)
         mask = token_ids != -100
-        if "loss" not in found:
-            count = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-            found["loss"] = -found["log_probs"].sum() / count
-            if aux_loss is not None:
-                config = causal.config.get_text_config()  # type: ignore[union-attr, operator]
-                found["loss"] += getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
-        return FusedCausalLMOutput(label_mask=mask, aux_loss=aux_loss, **found)
+        count = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        found["loss"] = -found["log_probs"].sum() / count
+        if aux_loss is not None:
+            config = causal.config.get_text_config()  # type: ignore[union-attr, operator]
+            found["loss"] += getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
+        return _output_type()(label_mask=mask, aux_loss=aux_loss, **found)
 
     def _replaced_autocast(self, causal: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """Return the autocast that accelerate has put around the replaced forward."""
@@ -246,13 +264,41 @@ class FusedModels:
             if part not in self._proven:
                 self._proven.add(part)
                 self._give_up(why_not_packed(part, own))
-            self._look_at(part)
-            if self.reason not in (before, None) and self._trainer.accelerator.is_main_process:
-                name = type(self._trainer).__name__
-                logger.warning(f"{name} runs on padded batches from now on: {self.reason}")
+            if self._reads_padding:
+                return padded(*arguments, **inputs)
+            self._look_at(part, inputs)
+            if self.reason != before:
+                self._say()
             return (packed if self._given_up is None else padded)(*arguments, **inputs)
 
         return run
+
+
+@functools.cache
+def _output_type() -> Any:
+    from trl.trainer.utils import FusedCausalLMOutput
+
+    @dataclass
+    class Output(FusedCausalLMOutput):  # type: ignore[misc]
+        """TRL's output with a loss that wrappers do not change: AdaLoRA's adds to `loss`."""
+
+        policy_loss: Tensor | None = None
+
+    return Output
+
+
+def _reads_padding(token_ids: Tensor, inputs: dict[str, Any]) -> bool:
+    """Return whether a token is predicted from padding, whose hidden states packed rows lack."""
+    mask = inputs.get("attention_mask")
+    if mask is None or mask.ndim != 2:
+        return False
+    mask = mask[:, : token_ids.shape[1]]
+    return mask.shape == token_ids.shape and bool(((token_ids != -100) & (mask == 0)).any())
+
+
+def _has_own_loss_function(trainer: Any) -> bool:
+    function = getattr(trainer, "compute_loss_func", None)
+    return callable(function) and not str(getattr(function, "__module__", "")).startswith("trl.")
 
 
 def _is_loaded_on_one_rank(trainer: Any) -> bool:

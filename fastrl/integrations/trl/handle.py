@@ -253,14 +253,20 @@ def _say(handle: Handle) -> None:
     if handle.packed_reason is not None:
         logger.warning(f"{name} runs on padded batches: {handle.packed_reason}")
         return
-    parts = getattr(handle.trainer.args, "steps_per_generation", None) or 1
-    lost = ""
+    options, lost = handle.trainer.args, ""
+    parts = getattr(options, "steps_per_generation", None) or 1
     if parts > 1:
-        size = handle.trainer.args.per_device_train_batch_size * parts
         lost = (
             f". TRL spreads the completions of a prompt over {parts} batches, and only those in "
-            f"one batch share it: per_device_train_batch_size={size} with steps_per_generation=1 "
-            "keeps them together, and packed_tokens bounds the memory"
+            "one batch share it"
+        )
+    together = options.gradient_accumulation_steps
+    if parts > 1 and together > 1 and parts % together == 0:
+        size = options.per_device_train_batch_size * together
+        lost += (
+            f": per_device_train_batch_size={size}, gradient_accumulation_steps=1 and "
+            f"steps_per_generation={parts // together} make one batch of each step, and "
+            "packed_tokens bounds its memory"
         )
     logger.warning(f"{name} runs on packed rows without padding{lost}")
 

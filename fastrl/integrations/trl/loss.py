@@ -65,7 +65,7 @@ def loss_of(
     backend: Backend,
     kept: KeptTokens | None,
 ) -> Callable[[Tensor, LmHead], dict[str, Tensor]]:
-    """Return a function that computes a batch's `loss`, `log_probs` and `entropy` `[B, K]`.
+    """Return a function that computes a batch's `policy_loss`, `log_probs` and `entropy` `[B, K]`.
 
     Its arguments are the hidden states `[B, K, H]` that predict the completions, and the head.
     """
@@ -102,7 +102,7 @@ def _rloo_loss(
             old_logprobs=inputs["old_logps"][:, None],
             objective=objective,
         ).loss
-        return {"loss": loss} | {name: x.detach() for name, x in found.items()}
+        return {"policy_loss": loss} | {name: x.detach() for name, x in found.items()}
 
     return compute
 
@@ -137,7 +137,7 @@ def _grpo_loss(
             )
         logprobs = _unscored(result.logprobs, inputs)
         entropy = cast("Tensor", result.entropy)
-        return {"loss": result.loss, "log_probs": logprobs, "entropy": entropy}
+        return {"policy_loss": result.loss, "log_probs": logprobs, "entropy": entropy}
 
     return compute
 

@@ -194,7 +194,7 @@ class PolicyHandle(Handle):
             saturated = count_saturated(self.trainer, inputs, logprobs)
             # TRL has just read its metrics from the device, so one more read causes no wait
             fraction = log_saturated(self.trainer, saturated)
-        loss = outputs.loss
+        loss = outputs.policy_loss
         if outputs.aux_loss is not None:
             weight = self.trainer.router_aux_loss_coef / accumulated(self.trainer)
             loss = loss + weight * outputs.aux_loss

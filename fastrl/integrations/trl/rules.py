@@ -263,7 +263,8 @@ OTHERS: tuple[Support, ...] = (
         "attention, or hooks on parts of the backbone; `packed_tokens` on several ranks",
         handling="refused",
         note="rows of several sequences would have other values, or ranks other numbers of rows. "
-        "A hook that comes later, as NEFTune's does, raises the error in the next step",
+        "Hooks that come later, as NEFTune's, and inputs with images, virtual tokens or positions "
+        "raise the error in the step that has them",
     ),
     Support(
         option="the auxiliary loss of a mixture of experts, images and other inputs of a "

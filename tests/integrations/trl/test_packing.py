@@ -147,8 +147,9 @@ def test_packed_tokens_on_several_ranks_are_refused(tiny_path, tmp_path, monkeyp
         ({}, {"steps_per_generation": 1}, "GRPOTrainer runs on packed rows without padding"),
         (
             {},
-            {"steps_per_generation": 2, "per_device_train_batch_size": 4},
-            "over 2 batches, and only those in one batch share it: per_device_train_batch_size=8",
+            {"steps_per_generation": 4, "gradient_accumulation_steps": 2},
+            "over 4 batches, and only those in one batch share it: per_device_train_batch_size=8, "
+            "gradient_accumulation_steps=1 and steps_per_generation=2 make one batch of each step",
         ),
         ({"packed": False}, {}, "GRPOTrainer runs on padded batches: packed is False"),
     ],
@@ -208,54 +209,6 @@ def test_sdpa_is_transformers_own_for_other_calls():
     assert attention is packed_rows._attend
     eager = make_model(attn_implementation="eager")
     torch.testing.assert_close(eager(input_ids=ids).logits, expected)
-
-
-def test_noise_on_embeddings_has_the_size_of_the_batch(tiny_path, tmp_path):
-    """NEFTune's hook divides by the length of its input, so the batch stays padded."""
-    handle, _ = both(tiny_path, "SFT", output_dir=tmp_path, neftune_noise_alpha=5.0)
-    assert handle.packed_reason == "it has hooks on Embedding, which would see packed rows"
-
-
-def test_hooks_on_layers_see_the_batch(tiny_path, tmp_path):
-    def scaled(module, inputs, states):
-        return states * torch.linspace(0.5, 1.0, len(states))[:, None, None]
-
-    def prepared(trainer):
-        trainer.model.model.layers[0].register_forward_hook(scaled)
-
-    handle, _ = both(tiny_path, "SFT", prepared, output_dir=tmp_path)
-    assert not handle.packed
-    with pytest.raises(ValueError, match="packed must be None or False: it has hooks on Llama"):
-        use_fastrl(handle.trainer, packed=True)
-
-
-@pytest.mark.parametrize("attention", ["eager", "paged|eager"])
-def test_another_attention_later(attention, tiny_path, tmp_path):
-    trainer = make_trainer(tiny_path, "SFT", output_dir=tmp_path)
-    batch = next(iter(trainer.get_train_dataloader()))
-    found = []
-    for packed in (False, None):
-        trainer.model.set_attn_implementation("sdpa")
-        with use_fastrl(trainer, packed=packed):
-            trainer.model.set_attn_implementation(attention)
-            found.append(trainer.compute_loss(trainer.model, batch))
-    torch.testing.assert_close(*found)
-
-
-def test_a_model_that_joins_later_is_tried(tiny_path, tmp_path):
-    trl = needed("trl")
-    trainer = make_trainer(tiny_path, "DPO", output_dir=tmp_path)
-    batch = next(iter(trainer.get_train_dataloader()))
-    other = make_model("StableLmConfig")
-    trl.trainer.utils.add_fused_lm_head(other)
-    with use_fastrl(trainer, packed=False):
-        trainer.ref_model = other
-        expected = trainer.compute_loss(trainer.model, batch)
-    trainer.ref_model = None
-    with use_fastrl(trainer) as handle:
-        trainer.ref_model = other
-        torch.testing.assert_close(trainer.compute_loss(trainer.model, batch), expected)
-        assert not handle.packed
 
 
 def test_a_warning_that_is_an_error_leaves_the_trainer(tiny_path, tmp_path):
