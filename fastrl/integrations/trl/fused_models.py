@@ -17,16 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import logging
 
 from fastrl.integrations.transformers import LmHead, backbone
 from fastrl.integrations.transformers.forward import calling, in_own_dtypes, inside_head
-from fastrl.integrations.transformers.packed import (
-    is_whole,
-    packed_forward,
-    why_not_packed,
-    why_padded_now,
-)
 from fastrl.integrations.transformers.transform import prove
 from fastrl.integrations.transformers.wrappers import (
     causal_model,
@@ -34,9 +27,8 @@ from fastrl.integrations.transformers.wrappers import (
     is_compiled,
     wrappers,
 )
+from fastrl.integrations.trl.packed_backbones import PackedBackbones
 from fastrl.integrations.trl.token_outputs import is_head_float32
-
-logger = logging.get_logger(__name__)
 
 #: Tokens `[B, T]` that the positions predict, -100 where none -> (their hidden states `[B, T, H]`,
 #: head) -> fields of the output, in which `loss` is the mean of `-log_probs`.
@@ -50,6 +42,7 @@ class FusedModels:
     """The models of a trainer, while methods of the trainer run on fastrl.
 
     Attributes:
+        packing: which of their backbones run on rows without padding.
         counts_positions: whether positions on padded batches begin at a sequence's first token, as
             in `generate`; TRL leaves them to the model, which may begin at the padding.
     """
@@ -75,62 +68,9 @@ class FusedModels:
         """
         self.counts_positions = False
         self._trainer = trainer
-        self._tokens = tokens
-        self._required = bool(packed)
-        self._given_up = "packed is False" if packed is False else None  # the same on all ranks
-        self._left: dict[nn.Module, str] = {}  # backbones that run padded for now
-        self._said: set[str] = set()
-        self._reads_padding = False
+        self.packing = PackedBackbones(trainer, packed=packed, tokens=tokens, reason=reason)
         self._compiled: dict[nn.Module, Callable[..., Any]] = {}
-        self._proven: set[nn.Module] = set()
         self._running: set[nn.Module] = set()
-        self._give_up(reason)
-        if not self._required and trainer.accelerator.state.dynamo_plugin.backend != "NO":
-            self._give_up("torch_compile=True, and packed rows leave the graph for each attention")
-        if _has_own_loss_function(trainer):
-            self._give_up("compute_loss_func reads logits, which may be those of padding")
-        for part in map(backbone, models_of(trainer) if self.packed else ()):
-            if is_whole(part) and not _is_loaded_on_one_rank(trainer):
-                self._give_up(why_not_packed(part))
-                self._proven.add(part)
-            self._look_at(part)
-
-    @property
-    def packed(self) -> bool:
-        """Whether the backbones run on rows without padding."""
-        return self.reason is None
-
-    @property
-    def reason(self) -> str | None:
-        """Why they do not, or None."""
-        return self._given_up or next(iter(self._left.values()), None)
-
-    def _give_up(self, reason: str | None) -> None:
-        """Run on padded batches from now on, if there is a reason."""
-        if reason is not None and self._given_up is None:
-            self._refuse_if_required(reason)
-            self._given_up = reason
-
-    def _look_at(self, part: nn.Module, inputs: dict[str, Any] | None = None) -> None:
-        """Note what keeps a backbone from packed rows for now, maybe on this rank alone."""
-        reason = None if self._given_up else why_padded_now(part, inputs)
-        if reason is None:
-            self._left.pop(part, None)
-        else:
-            self._refuse_if_required(reason)
-            self._left[part] = reason
-
-    def _say(self) -> None:
-        """Log a reason that came up in training, once."""
-        if self.reason in {None, *self._said} or not self._trainer.accelerator.is_main_process:
-            return
-        self._said.add(str(self.reason))
-        name = type(self._trainer).__name__
-        logger.warning(f"{name} runs on TRL's own batches from now on: {self.reason}")
-
-    def _refuse_if_required(self, reason: str) -> None:
-        if self._required:
-            raise ValueError(f"packed must be None or False: {reason}")
 
     @contextlib.contextmanager
     def running(self, *models: nn.Module) -> Iterator[None]:
@@ -148,8 +88,7 @@ class FusedModels:
                 run = own = part.forward
                 if any(is_compiled(wrapper) for wrapper in wrappers(model)):
                     run = self._compiled_forward(part)
-                if self._given_up is None:
-                    run = self._packed_or_padded(part, run, own)
+                run = self.packing.forward(part, run, own)
                 if run is not own:
                     stack.enter_context(forward_of(part, run))
             yield
@@ -205,15 +144,10 @@ class FusedModels:
             token_ids = labels[:, 1:]
         else:
             raise TypeError("fused_lm_head=True needs labels or shift_labels, got neither")
-        self._reads_padding = self.packed and _reads_padding(token_ids, inputs)
-        try:
-            with self._replaced_autocast(causal):
-                padded = self._given_up or self._reads_padding or why_padded_now(backbone(causal))
-                if self.counts_positions and padded:
-                    inputs = _with_positions(causal, inputs)
-                states, aux_loss = _states(causal, *arguments, **inputs)
-        finally:
-            self._reads_padding = False
+        with self._replaced_autocast(causal), self.packing.reading(token_ids, inputs):
+            if self.counts_positions and self.packing.leaves(backbone(causal)):
+                inputs = _with_positions(causal, inputs)
+            states, aux_loss = _states(causal, *arguments, **inputs)
         if shift_labels is None:
             states = states[:, :-1]
         if is_head_float32(self._trainer):
@@ -250,29 +184,6 @@ class FusedModels:
 
         return run
 
-    def _packed_or_padded(
-        self, part: nn.Module, padded: Callable[..., Any], own: Callable[..., Any]
-    ) -> Callable[..., Any]:
-        """Return the packed forward, which a call may find to be impossible.
-
-        A sharded or new backbone is tried in its first call, inside its wrappers, on all ranks.
-        """
-        packed = packed_forward(part, padded, self._tokens)
-
-        def run(*arguments: Any, **inputs: Any) -> Any:
-            before = self.reason
-            if part not in self._proven:
-                self._proven.add(part)
-                self._give_up(why_not_packed(part, own))
-            if self._reads_padding:
-                return padded(*arguments, **inputs)
-            self._look_at(part, inputs)
-            if self.reason != before:
-                self._say()
-            return (packed if self._given_up is None else padded)(*arguments, **inputs)
-
-        return run
-
 
 @functools.cache
 def _output_type() -> Any:
@@ -285,33 +196,6 @@ def _output_type() -> Any:
         policy_loss: Tensor | None = None
 
     return Output
-
-
-def _reads_padding(token_ids: Tensor, inputs: dict[str, Any]) -> bool:
-    """Return whether a token is predicted from padding, whose hidden states packed rows lack."""
-    mask = inputs.get("attention_mask")
-    if mask is None or mask.ndim != 2:
-        return False
-    mask = mask[:, : token_ids.shape[1]]
-    return mask.shape == token_ids.shape and bool(((token_ids != -100) & (mask == 0)).any())
-
-
-def _has_own_loss_function(trainer: Any) -> bool:
-    function = getattr(trainer, "compute_loss_func", None)
-    return callable(function) and not str(getattr(function, "__module__", "")).startswith("trl.")
-
-
-def _is_loaded_on_one_rank(trainer: Any) -> bool:
-    """Return whether the other ranks have no parameters yet, and could not run a trial."""
-    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    return bool(getattr(plugin, "cpu_ram_efficient_loading", False))
-
-
-def models_of(trainer: Any) -> list[nn.Module]:
-    """Return the policy, and the reference and the teacher that are other models."""
-    names = ("model", "ref_model", "teacher_model")
-    found = [getattr(trainer, name, None) for name in names]
-    return list({causal_model(model): model for model in found if model is not None}.values())
 
 
 def _with_positions(causal: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from fastrl.integrations.support import Support
 from fastrl.integrations.transformers import lm_head
 from fastrl.integrations.transformers.hooks import has_own_hooks
 from fastrl.integrations.transformers.wrappers import causal_model, wrappers
-from fastrl.integrations.trl.fused_models import FusedModels, models_of
+from fastrl.integrations.trl.fused_models import FusedModels
+from fastrl.integrations.trl.packed_backbones import models_of
 from fastrl.integrations.trl.rules import REFUSED
 from fastrl.integrations.undoing import Undoable
 from fastrl.ops.linear_token_stats import linear_token_stats
@@ -106,12 +107,12 @@ class Handle(Undoable):
     @property
     def packed(self) -> bool:
         """Whether models run on rows without padding."""
-        return self.models.packed
+        return self.packed_reason is None
 
     @property
     def packed_reason(self) -> str | None:
         """Why they do not, or None."""
-        return self.models.reason
+        return self.models.packing.reason
 
     def announce(self) -> None:
         """Tell the user about hooks and packing, once all methods are replaced."""
@@ -260,8 +261,8 @@ def _say(handle: Handle) -> None:
             f". TRL spreads the completions of a prompt over {parts} batches, and only those in "
             "one batch share it"
         )
-    together = options.gradient_accumulation_steps
-    if parts > 1 and together > 1 and parts % together == 0:
+    together = options.gradient_accumulation_steps if parts > 1 else 1
+    if together > 1 and parts % together == 0:
         size = options.per_device_train_batch_size * together
         lost += (
             f": per_device_train_batch_size={size}, gradient_accumulation_steps=1 and "

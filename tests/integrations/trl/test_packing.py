@@ -170,10 +170,10 @@ def test_a_line_of_the_log_says_what_was_chosen(
 @pytest.mark.parametrize("packed", [None, True])
 def test_a_sharded_model_is_tried_in_its_first_call(packed, tiny_path, tmp_path, monkeypatch):
     """And is padded from then on, or stops the run, if its rows have other values."""
-    from fastrl.integrations.trl import fused_models
+    from fastrl.integrations.trl import packed_backbones
 
-    monkeypatch.setattr(fused_models, "is_whole", lambda part: False)
-    monkeypatch.setattr(fused_models, "why_not_packed", lambda part, run: "its values differ")
+    monkeypatch.setattr(packed_backbones, "is_whole", lambda part: False)
+    monkeypatch.setattr(packed_backbones, "why_not_packed", lambda part, run: "its values differ")
     trainer = make_trainer(tiny_path, "SFT", output_dir=tmp_path)
     batch = next(iter(trainer.get_train_dataloader()))
     expected = trainer.compute_loss(trainer.model, batch)

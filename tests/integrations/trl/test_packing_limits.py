@@ -35,6 +35,18 @@ def test_hooks_on_layers_see_the_batch(tiny_path, tmp_path):
         use_fastrl(handle.trainer, packed=True)
 
 
+def test_packing_goes_on_without_the_hook(tiny_path, tmp_path):
+    trainer = make_trainer(tiny_path, "SFT", output_dir=tmp_path)
+    batch = next(iter(trainer.get_train_dataloader()))
+    with use_fastrl(trainer) as handle:
+        hook = trainer.model.model.layers[0].register_forward_hook(lambda *_: None)
+        padded = trainer.compute_loss(trainer.model, batch)
+        assert not handle.packed
+        hook.remove()
+        torch.testing.assert_close(trainer.compute_loss(trainer.model, batch), padded)
+        assert handle.packed
+
+
 @pytest.mark.parametrize("attention", ["eager", "paged|eager"])
 def test_another_attention_later(attention, tiny_path, tmp_path):
     trainer = make_trainer(tiny_path, "SFT", output_dir=tmp_path)
