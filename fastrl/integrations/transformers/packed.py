@@ -295,7 +295,7 @@ def _longest(config: Any) -> float:
 
 @torch.no_grad()
 def _trial_error(module: nn.Module, run: Callable[..., Any]) -> float:
-    """Return the largest error of a packed batch, relative to what its dtype allows.
+    """Return the largest error of a token in a packed batch, relative to what its dtype allows.
 
     Windows are made short, so that they matter, and attention shows its dropout.
     """
@@ -328,12 +328,15 @@ def _trial_error(module: nn.Module, run: Callable[..., Any]) -> float:
         ).last_hidden_state
         if not was_packed:
             raise ValueError("the configuration asks for hidden states, attentions or a tuple")
-        error = largest = 0.0
+        eps, times = torch.finfo(packed.dtype).eps, 0.0
         for row, real, found in zip(ids, mask == 1, packed, strict=True):
-            out = run(input_ids=row[real][None], use_cache=False).last_hidden_state[0]
-            error = max(error, float((out - found[real]).abs().max().nan_to_num(math.inf)))
-            largest = max(largest, float(out.abs().max()))
-    return error / (largest * math.sqrt(torch.finfo(packed.dtype).eps))
+            out = run(input_ids=row[real][None], use_cache=False).last_hidden_state[0].float()
+            error = (out - found[real]).norm(dim=1).nan_to_num(math.inf)
+            # a feature that is large in all tokens would hide an error if norms alone counted
+            apart = (out - out.median(0).values).norm(dim=1)
+            allowed = math.sqrt(eps) * apart + 2 * eps * out.norm(dim=1)
+            times = max(times, float((error / allowed).max()))
+    return times
 
 
 @contextlib.contextmanager

@@ -50,7 +50,7 @@ MODELS = [
     ("gpt_neox", SMALL, None),
     ("opt", {**SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}, None),
     ("stablelm", SMALL, "packed rows need layers that pass keywords on"),
-    ("falcon", SMALL, "packed rows need layers that pass keywords on"),
+    ("falcon", SMALL, "layers may not pass keywords on"),
     ("bloom", BLOOM, "attention is eager"),
     ("gpt_oss", {**HEADS, "num_local_experts": 4}, "its attention is eager"),
     ("llama4_text", {**HEADS, "intermediate_size_mlp": 48}, "it has layers of chunked_attention"),
