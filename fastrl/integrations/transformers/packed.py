@@ -328,7 +328,8 @@ def _trial_error(module: nn.Module, run: Callable[..., Any]) -> float:
         ).last_hidden_state
         if not was_packed:
             raise ValueError("the configuration asks for hidden states, attentions or a tuple")
-        eps, times = torch.finfo(packed.dtype).eps, 0.0
+        eps = max(torch.finfo(dtype).eps for dtype in (packed.dtype, torch.float32))
+        times = 0.0
         for row, real, found in zip(ids, mask == 1, packed, strict=True):
             out = run(input_ids=row[real][None], use_cache=False).last_hidden_state[0].float()
             error = (out - found[real]).norm(dim=1).nan_to_num(math.inf)
