@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastrl.integrations.transformers.by_sequence import Span, attend_by_sequence, make_layout
 from fastrl.integrations.transformers.hooks import (
@@ -52,7 +53,7 @@ class Sequences:
 
 #: The shape of the mask of a row, which transformers passes on as it is and nothing looks at.
 _STAND_IN = (1, 1, 1, 1)
-_sdpa: Any = AttentionInterface()["sdpa"]
+_sdpa: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
 
 def _attend(
@@ -222,8 +223,8 @@ def _config(module: nn.Module) -> Any:
 
 def _why_not_its_attention(module: nn.Module) -> str | None:
     attention = _config(module)._attn_implementation
-    if attention == "sdpa" and AttentionInterface()["sdpa"] is not _attend:
-        return "its attention is an sdpa that was registered after fastrl's"
+    if attention == "sdpa" and ALL_ATTENTION_FUNCTIONS["sdpa"] is not _attend:
+        return "another function has replaced fastrl's as sdpa"
     if attention in ("sdpa", *_BY_POSITIONS):
         return None
     return f"its attention is {attention}, not one of sdpa, {', '.join(_BY_POSITIONS)}"
@@ -332,11 +333,12 @@ def _trial_error(module: nn.Module, run: Callable[..., Any]) -> float:
         times = 0.0
         for row, real, found in zip(ids, mask == 1, packed, strict=True):
             out = run(input_ids=row[real][None], use_cache=False).last_hidden_state[0].float()
-            error = (out - found[real]).norm(dim=1).nan_to_num(math.inf)
+            error = (out - found[real]).norm(dim=1)
             # a feature that is large in all tokens would hide an error if norms alone counted
-            apart = (out - out.median(0).values).norm(dim=1)
+            apart = (out - out.sort(0).values[len(out) // 2]).norm(dim=1)
             allowed = math.sqrt(eps) * apart + 2 * eps * out.norm(dim=1)
-            times = max(times, float((error / allowed).max()))
+            ratio = torch.where(error == 0, 0.0, error / allowed).nan_to_num(math.inf)
+            times = max(times, float(ratio.max()))
     return times
 
 

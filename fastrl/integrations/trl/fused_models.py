@@ -145,7 +145,7 @@ class FusedModels:
         else:
             raise TypeError("fused_lm_head=True needs labels or shift_labels, got neither")
         with self._replaced_autocast(causal), self.packing.reading(token_ids, inputs):
-            if self.counts_positions and self.packing.leaves(backbone(causal)):
+            if self.packing.counts_positions(backbone(causal), always=self.counts_positions):
                 inputs = _with_positions(causal, inputs)
             states, aux_loss = _states(causal, *arguments, **inputs)
         if shift_labels is None:

@@ -44,8 +44,7 @@ class PackedBackbones:
         self._give_up(reason)
         if not self._required and trainer.accelerator.state.dynamo_plugin.backend != "NO":
             self._give_up("torch_compile=True, and packed rows leave the graph for each attention")
-        if _has_own_loss_function(trainer):
-            self._give_up("compute_loss_func reads logits, which may be those of padding")
+        self._give_up(_why_its_loss_reads_padding(trainer))
         for part in map(backbone, models_of(trainer) if self._given_up is None else ()):
             if is_whole(part) and not _is_loaded_on_one_rank(trainer):
                 self._give_up(why_not_packed(part))
@@ -100,9 +99,15 @@ class PackedBackbones:
         finally:
             self._reads_padding = False
 
-    def leaves(self, part: nn.Module) -> bool:
-        """Return whether the next call of a backbone is on a padded batch."""
-        return bool(self._given_up or self._reads_padding or why_padded_now(part))
+    def counts_positions(self, part: nn.Module, *, always: bool) -> bool:
+        """Return whether a call that is not packed needs the positions that packed rows have.
+
+        Args:
+            part: the backbone.
+            always: whether every such call does, or only one among packed ones.
+        """
+        padded = bool(self._given_up or why_padded_now(part))
+        return self._reads_padding or (always and padded)
 
     def _give_up(self, reason: str | None) -> None:
         """Run on padded batches from now on, if there is a reason."""
@@ -129,7 +134,7 @@ class PackedBackbones:
             return
         self._said.add(str(self.reason))
         name = type(self._trainer).__name__
-        logger.warning(f"{name} runs on TRL's own batches from now on: {self.reason}")
+        logger.warning(f"{name} leaves batches as TRL gives them: {self.reason}")
 
 
 def models_of(trainer: Any) -> list[nn.Module]:
@@ -139,9 +144,13 @@ def models_of(trainer: Any) -> list[nn.Module]:
     return list({causal_model(model): model for model in found if model is not None}.values())
 
 
-def _has_own_loss_function(trainer: Any) -> bool:
+def _why_its_loss_reads_padding(trainer: Any) -> str | None:
     function = getattr(trainer, "compute_loss_func", None)
-    return callable(function) and not str(getattr(function, "__module__", "")).startswith("trl.")
+    if callable(function) and not str(getattr(function, "__module__", "")).startswith("trl."):
+        return "compute_loss_func reads logits, which may be those of padding"
+    if getattr(trainer.args, "label_smoothing_factor", 0.0):
+        return "label_smoothing_factor reads logits, which may be those of padding"
+    return None
 
 
 def _is_loaded_on_one_rank(trainer: Any) -> bool:

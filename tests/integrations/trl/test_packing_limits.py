@@ -6,7 +6,7 @@ import transformers
 
 from tests.integrations.packages import needed
 from tests.integrations.trl.kinds import both, make_trainer
-from tests.integrations.trl.runs import make_model, make_tokenizer
+from tests.integrations.trl.runs import make_model, make_tokenizer, save_model
 
 needed("trl")
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
@@ -93,17 +93,17 @@ def test_a_layer_that_loses_the_layout_stops_the_run(tiny_path, tmp_path):
     del layer.forward
 
 
-def test_another_sdpa_that_is_registered_later(tiny_path, tmp_path, monkeypatch):
+@pytest.mark.parametrize("where", ["_global_mapping", "_local_mapping"])
+def test_another_sdpa_that_is_registered_later(where, tiny_path, tmp_path, monkeypatch):
     attentions = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
 
-    def registered(trainer):
-        monkeypatch.setitem(attentions._global_mapping, "sdpa", sdpa_attention_forward)
-
-    own = transformers.Trainer.train
-    monkeypatch.setattr(transformers.Trainer, "train", lambda self: registered(self) or own(self))
-    monkeypatch.setitem(attentions._global_mapping, "sdpa", attentions["sdpa"])
-    handle, _ = both(tiny_path, "SFT", output_dir=tmp_path)
-    assert handle.packed_reason == "its attention is an sdpa that was registered after fastrl's"
+    trainer = make_trainer(tiny_path, "SFT", output_dir=tmp_path)
+    batch = next(iter(trainer.get_train_dataloader()))
+    expected = trainer.compute_loss(trainer.model, batch)
+    with use_fastrl(trainer) as handle:
+        monkeypatch.setitem(getattr(attentions, where), "sdpa", sdpa_attention_forward)
+        torch.testing.assert_close(trainer.compute_loss(trainer.model, batch), expected)
+    assert handle.packed_reason == "another function has replaced fastrl's as sdpa"
 
 
 def test_hooks_on_all_modules(tiny_path, tmp_path):
@@ -152,6 +152,21 @@ def test_the_first_token_after_an_empty_prompt(tiny_path, tmp_path):
     torch.testing.assert_close(*found)
 
 
+def test_positions_do_not_depend_on_the_other_rows(tmp_path):
+    """A batch with an empty prompt runs padded, at the positions of packed rows."""
+    off = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    path = save_model(tmp_path / "model", "GPT2Config", n_layer=1, n_head=2, **off)
+    trainer = make_trainer(path, output_dir=tmp_path)
+    trainer.model.eval()
+    ids = torch.tensor([[0, 5, 6, 10, 11, 12], [0, 0, 0, 7, 8, 9], [4, 5, 6, 7, 8, 9]])
+    mask = (ids != 0).long()
+    with torch.no_grad(), use_fastrl(trainer, packed=True):
+        score = trainer._get_per_token_logps_and_entropies
+        beside_an_empty_prompt = score(trainer.model, ids[:2], mask[:2], 3)[0]
+        beside_another = score(trainer.model, ids[::2], mask[::2], 3)[0]
+    torch.testing.assert_close(beside_an_empty_prompt[0], beside_another[0])
+
+
 def test_a_loss_function_of_the_users(tiny_path, tmp_path):
     """Which may read the logits of padding."""
 
@@ -162,6 +177,8 @@ def test_a_loss_function_of_the_users(tiny_path, tmp_path):
 
     handle, _ = both(tiny_path, "SFT", output_dir=tmp_path, compute_loss_func=loss)
     assert "compute_loss_func reads logits" in handle.packed_reason
+    handle, _ = both(tiny_path, "SFT", output_dir=tmp_path, label_smoothing_factor=0.1)
+    assert "label_smoothing_factor reads logits" in handle.packed_reason
 
 
 @pytest.mark.parametrize(
