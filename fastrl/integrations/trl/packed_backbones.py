@@ -40,6 +40,7 @@ class PackedBackbones:
         self._left: dict[nn.Module, str] = {}  # backbones whose last call was not packed
         self._said: set[str] = set()
         self._reads_padding = False
+        self._could_be_packed = False  # but for that: no sequence has gaps
         self._proven: set[nn.Module] = set()
         self._give_up(reason)
         if not self._required and trainer.accelerator.state.dynamo_plugin.backend != "NO":
@@ -91,13 +92,16 @@ class PackedBackbones:
         """Leave batches padded in which padding predicts a token: packed rows lack its state."""
         mask = inputs.get("attention_mask")
         if self._given_up is None and mask is not None and mask.ndim == 2:
-            mask = mask[:, : token_ids.shape[1]]
-            if mask.shape == token_ids.shape:
-                self._reads_padding = bool(((token_ids != -100) & (mask == 0)).any())
+            real = mask[:, : token_ids.shape[1]] != 0
+            if real.shape == token_ids.shape:
+                self._reads_padding = bool(((token_ids != -100) & ~real).any())
+            if self._reads_padding:
+                begins = real & ~nn.functional.pad(real, (1, -1))
+                self._could_be_packed = bool((begins.sum(1) <= 1).all())
         try:
             yield
         finally:
-            self._reads_padding = False
+            self._reads_padding = self._could_be_packed = False
 
     def counts_positions(self, part: nn.Module, *, always: bool) -> bool:
         """Return whether a call that is not packed needs the positions that packed rows have.
@@ -107,7 +111,7 @@ class PackedBackbones:
             always: whether every such call does, or only one among packed ones.
         """
         padded = bool(self._given_up or why_padded_now(part))
-        return self._reads_padding or (always and padded)
+        return self._could_be_packed or (always and (padded or self._reads_padding))
 
     def _give_up(self, reason: str | None) -> None:
         """Run on padded batches from now on, if there is a reason."""

@@ -11,6 +11,7 @@ from tests.integrations.trl.runs import make_model, make_tokenizer, save_model
 needed("trl")
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 
+from fastrl.integrations.transformers.packed import why_not_packed  # noqa: E402
 from fastrl.integrations.trl import use_fastrl  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -104,6 +105,21 @@ def test_another_sdpa_that_is_registered_later(where, tiny_path, tmp_path, monke
         monkeypatch.setitem(getattr(attentions, where), "sdpa", sdpa_attention_forward)
         torch.testing.assert_close(trainer.compute_loss(trainer.model, batch), expected)
     assert handle.packed_reason == "another function has replaced fastrl's as sdpa"
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_states_that_are_not_finite_do_not_hide_others_from_the_trial(value):
+    model = make_model().model
+    own, states = model.layers[0].forward, model.embed_tokens.weight
+
+    def mixed(x, **inputs):
+        return own(x + torch.nn.functional.pad(x[:, :-1], (0, 0, 1, 0)), **inputs)
+
+    model.layers[0].forward = mixed
+    assert "affect each other" in why_not_packed(model)
+    with torch.no_grad():
+        states[states.shape[0] // 2 :] = value
+    assert why_not_packed(model) is not None
 
 
 def test_hooks_on_all_modules(tiny_path, tmp_path):
