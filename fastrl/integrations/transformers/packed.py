@@ -25,11 +25,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastrl.integrations.transformers.by_sequence import Span, attend_by_sequence, make_layout
-from fastrl.integrations.transformers.hooks import (
-    has_own_hooks,
-    has_row_hooks,
-    runtime_hooks_only,
-)
+from fastrl.integrations.transformers.hooks import has_own_hooks, has_row_hooks, runtime_hooks_only
 from fastrl.integrations.transformers.packing import Unit, ranges, rows_of, shared_prefixes
 from fastrl.integrations.transformers.random_rows import evaluating
 

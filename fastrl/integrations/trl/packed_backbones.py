@@ -110,8 +110,9 @@ class PackedBackbones:
             part: the backbone.
             always: whether every such call does, or only one among packed ones.
         """
-        padded = bool(self._given_up or why_padded_now(part))
-        return self._could_be_packed or (always and (padded or self._reads_padding))
+        if not always or self._could_be_packed:
+            return self._could_be_packed
+        return bool(self._given_up or self._reads_padding or why_padded_now(part))
 
     def _give_up(self, reason: str | None) -> None:
         """Run on padded batches from now on, if there is a reason."""
