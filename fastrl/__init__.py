@@ -22,6 +22,7 @@ from fastrl.ops.policy_loss import PolicyLoss, policy_loss
 from fastrl.ops.teacher import Teacher
 from fastrl.ops.token_stats import TokenStats, token_logprobs, token_stats
 from fastrl.ops.token_weights import token_weights
+from fastrl.ops.top_k_logprobs import TopKLogprobs
 from fastrl.ops.value_loss import ValueLoss, value_loss
 
 __version__ = "0.1.0"
@@ -37,6 +38,7 @@ __all__ = [
     "RolloutCorrection",
     "Teacher",
     "TokenStats",
+    "TopKLogprobs",
     "TrustRegion",
     "ValueLoss",
     "__version__",

@@ -177,6 +177,14 @@ class TeacherStats(NamedTuple):
     agrees: Tensor  # the same token is the most probable
 
 
+class CenteringStats(NamedTuple):
+    """What score centering finds for each row, `[B, T]`; 0 in inactive rows."""
+
+    term: Tensor  # its gradient is the sampler's expected score
+    mass: Tensor  # the sampler's probability of the tokens that are known
+    head_kl: Tensor  # the KL of the sampler from the policy, with all other tokens as one event
+
+
 #: The statistics that are bool.
 FLAGS = ("is_top1", "agrees")
 

@@ -35,6 +35,7 @@ _TYPES = {
     int | None: "int?",
     torch.dtype | None: "ScalarType?",
     list[int]: "int[]",
+    list[float]: "float[]",
     Coefficients: "float[]",
 }
 

@@ -50,6 +50,8 @@ def refuse_what_has_no_effect(o: Objective) -> None:
         if correction.kind != "filter" and correction.level != "token":
             where, level = f"with gamma_weights and kind {correction.kind}", correction.level
             raise ValueError(f"rollout_correction.level must be 'token' {where}, got {level!r}")
+    if o.score_centering:
+        _refuse_uncentered(o, surrogate)
     aggregations = (o.aggregation, o.kl_aggregation, o.entropy_aggregation)
     if o.length_norm is not None and "seq-mean-token-sum-norm" not in aggregations:
         raise ValueError(
@@ -85,4 +87,33 @@ def refuse_what_has_no_effect(o: Objective) -> None:
         raise ValueError(
             f"kl_level has no effect with kl_gradient {o.kl_gradient!r} and level "
             f"{o.level!r}; it is used by 'bias-corrected' with another level than 'token'"
+        )
+
+
+def _refuse_uncentered(o: Objective, surrogate: object) -> None:
+    """Raise if the expected score of the sampler has no agreed form."""
+    if surrogate in ("a function", "gmpo"):
+        raise ValueError(
+            f"score_centering must be False with surrogate {surrogate}, whose slope is not a "
+            "weight of log p"
+        )
+    for name, value in (("level", "token"), ("trust_region", None), ("gamma_weights", None)):
+        if (given := getattr(o, name)) != value:
+            raise ValueError(f"{name} must be {value!r} with score_centering, got {given!r}")
+    if surrogate == "cispo" and o.clip_high is not None and o.clip_high < 0:
+        raise ValueError(
+            f"clip_high must be at least 0 with score_centering, got {o.clip_high}: the weight of "
+            "equal policies must be 1"
+        )
+    weights = [c for c in o.rollout_corrections if c.kind != "filter"]
+    for c in weights:
+        if c.level != "token":
+            raise ValueError(
+                f"rollout_correction.level must be 'token' with score_centering and kind {c.kind}, "
+                f"got {c.level!r}: the weight must be a function of the token's own ratio"
+            )
+    if len(weights) > 1:
+        raise ValueError(
+            "rollout_correction must have one element at most that is not a filter with "
+            f"score_centering, got {len(weights)}"
         )

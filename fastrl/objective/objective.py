@@ -127,6 +127,8 @@ class Objective:
         trust_region: drops tokens that have moved too far from the old policy (DPPO, M2PO), or
             None.
         gamma_weights: VESPO's weights of sequences, for `reinforce`, or None.
+        score_centering: subtracts the score that is expected of the sampler (arXiv 2609.20807),
+            which the losses compute from `rollout_top_k`; see `TopKLogprobs`.
         convention: the trainer whose preset this is. The values that its presets set for the KL,
             the entropy bonus or the rollout correction are accepted even while that term is off;
             other values raise.
@@ -170,6 +172,7 @@ class Objective:
     top_entropy_quantile: float = 1.0
     trust_region: TrustRegion | None = None
     gamma_weights: GammaWeights | None = None
+    score_centering: bool = False
     convention: Convention = "fastrl"
 
     def __post_init__(self) -> None:
@@ -186,6 +189,7 @@ class Objective:
         one_of("rollout_weighs", self.rollout_weighs, get_args(RolloutWeighs))
         one_of("convention", self.convention, get_args(Convention))
         flag("count_empty", self.count_empty)
+        flag("score_centering", self.score_centering)
 
         keep = object.__setattr__  # NumPy numbers are stored as floats
         for field in dataclasses.fields(self):
@@ -229,6 +233,11 @@ class Objective:
     def has_exact_kl(self) -> bool:
         """Whether the KL term is the divergence from a reference."""
         return self.kl_estimator == "exact" and bool(self.kl_coef)
+
+    @property
+    def sampler_weights(self) -> tuple[RolloutCorrection, ...]:
+        """The rollout corrections whose weight is a function of the token's own ratio."""
+        return tuple(c for c in self.rollout_corrections if c.level == "token")
 
     @property
     def arguments(self) -> ObjectiveArguments:

@@ -88,11 +88,24 @@ class TeacherArguments(NamedTuple):
         return self.source.given() or self.logprobs is not None
 
 
+class SamplerArguments(NamedTuple):
+    """`TopKLogprobs` in the form that operators take, and the weights that depend on p / q."""
+
+    token_ids: Tensor | None  # int64 [N, K]; -1: none
+    logprobs: Tensor | None  # [N, K]
+    weights: list[float]  # see `sampler_weights`
+
+    def given(self) -> bool:
+        """Return whether the sampler's score is subtracted."""
+        return self.token_ids is not None
+
+
 NO_SOURCE = Source(None, None, None, None, None, None, 1.0, None)
 ALL_TOKENS = KeptArguments(None, None)
 NO_TEACHER = TeacherArguments(
     NO_SOURCE, None, None, False, ScalingArguments(None, 1.0, 1.0, 0.0), 0.0
 )
+NO_SAMPLER = SamplerArguments(None, None, [])
 
 
 class RowInputs(NamedTuple):
@@ -113,6 +126,7 @@ class RowInputs(NamedTuple):
     parts: VocabularyParts
     kept: KeptArguments
     teacher: TeacherArguments
+    sampler: SamplerArguments
 
     def vocabulary(self) -> int:
         """Return the size of the whole vocabulary."""
@@ -121,6 +135,10 @@ class RowInputs(NamedTuple):
     def on_gpu(self) -> bool:
         """Return whether GPU kernels process the rows; tests run these kernels on a CPU."""
         return self.backend in ("triton", "cuda")
+
+    def alone(self) -> bool:
+        """Return whether a gradient depends on nothing but the row's own statistics."""
+        return not (self.parts.split() or self.teacher.given() or self.sampler.given())
 
     def row_arguments(self) -> RowArguments:
         """Return the arguments of the kernels for whole rows."""

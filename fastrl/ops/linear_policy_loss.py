@@ -19,6 +19,7 @@ from fastrl.ops.kept_tokens import KeptTokens
 from fastrl.ops.linear_token_stats import Lora
 from fastrl.ops.policy_loss import PolicyLoss
 from fastrl.ops.teacher import Teacher
+from fastrl.ops.top_k_logprobs import TopKLogprobs, sampler_arguments
 from fastrl.tracing import is_traced
 
 
@@ -42,6 +43,7 @@ def linear_policy_loss(
     old_logprobs: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
     rollout_logprobs: Tensor | None = None,
+    rollout_top_k: TopKLogprobs | None = None,
     policy_weights: Tensor | None = None,
     objective: Preset | Objective | TokenLoss = "grpo",
     normalizer: Normalizer | None = None,
@@ -98,6 +100,8 @@ def linear_policy_loss(
             if `kl_coef > 0`, and refused if it is None.
         rollout_logprobs: log-probabilities from the engine that sampled the tokens, in the shape of
             `mask`; for `rollout_correction` and `off_policy_threshold`.
+        rollout_top_k: the most likely tokens of the sampler, for `objective.score_centering`, or
+            None; see `TopKLogprobs`.
         policy_weights: constant factors in the policy term alone, such as importance weights or
             masks, in any shape that `advantages` may have.
         objective: the name of a preset, an `Objective`, or a function
@@ -176,13 +180,15 @@ def linear_policy_loss(
         dtype=checked.head.dtype,
         backend="reference" if unsupported else options.backend,
         teacher=checked.teacher,
+        with_sampler=True,
     )
+    sampler = sampler_arguments(rollout_top_k, chosen, old_logprobs, checked.rows.token_ids)
     flag("metrics", metrics)
-    rows = hidden_inputs(checked, options, vocab_group)
+    rows = hidden_inputs(checked, options, vocab_group, sampler=sampler)
     # a trace would record the loop over chunks with the row order of this call
     unrolled = callable(chosen.surrogate) and is_traced(checked.hidden)
     if inputs.tokenwise() and not unrolled:
         return loss_in_one_pass(rows, inputs, token_ids.shape, metrics=metrics)
-    stats = differentiable_stats(rows, *rows.source.trainable())
-    result = loss_of_stats(stats, inputs, token_ids.shape)
+    stats, centered = differentiable_stats(rows, *rows.source.trainable())
+    result = loss_of_stats(stats, inputs, token_ids.shape, centered)
     return result if metrics else result._replace(metrics={})

@@ -215,5 +215,5 @@ def linear_token_stats(
         with_entropy="entropy" in outputs,
         with_sum_sq_probs="sum_sq_probs" in outputs,
     )
-    stats = differentiable_stats(inputs, *inputs.source.trainable())
+    stats, _ = differentiable_stats(inputs, *inputs.source.trainable())
     return requested(stats, outputs, token_ids.shape)

@@ -36,6 +36,7 @@ from fastrl.ops.teacher import (
     teacher_arguments,
     with_operand_dtype,
 )
+from fastrl.ops.top_k_logprobs import TopKLogprobs, sampler_arguments
 from fastrl.tracing import refuse_transforms
 
 
@@ -53,6 +54,7 @@ def logits_policy_loss(
     old_logprobs: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
     rollout_logprobs: Tensor | None = None,
+    rollout_top_k: TopKLogprobs | None = None,
     policy_weights: Tensor | None = None,
     objective: Preset | Objective | TokenLoss = "grpo",
     normalizer: Normalizer | None = None,
@@ -101,6 +103,8 @@ def logits_policy_loss(
             if `kl_coef > 0`, and refused if it is None.
         rollout_logprobs: log-probabilities from the engine that sampled the tokens, in the shape of
             `mask`; for `rollout_correction` and `off_policy_threshold`.
+        rollout_top_k: the most likely tokens of the sampler, for `objective.score_centering`, or
+            None; see `TopKLogprobs`. The logits are then read twice.
         policy_weights: constant factors in the policy term alone, such as importance weights or
             masks, in any shape that `advantages` may have.
         objective: the name of a preset, an `Objective`, or a function
@@ -177,7 +181,9 @@ def logits_policy_loss(
         token_ids=rows.token_ids,
         ignore_index=rows.ignore_index,
         teacher=checked_teacher,
+        with_sampler=True,
     )
+    sampler = sampler_arguments(rollout_top_k, chosen, old_logprobs, rows.token_ids)
     rows = rows._replace(mask=inputs.active)
     if flag("inplace", inplace):
         refuse_unsafe_inplace("inplace", logits)
@@ -185,16 +191,23 @@ def logits_policy_loss(
     parts = parts_of_logits(padded, rows, agreement, row_backend)
     checked_teacher = with_operand_dtype(checked_teacher, row_backend)
     if row_backend != "reference" and _in_one_pass(logits, inputs):
-        if kept is None and teacher is None and not parts.split():
-            return _in_one_kernel(logits, padded, rows, inplace=inplace, inputs=inputs)
         call = given_inputs(
-            padded, rows, parts, row_backend, with_entropy=True, kept=sets, teacher=checked_teacher
+            padded,
+            rows,
+            parts,
+            row_backend,
+            with_entropy=True,
+            kept=sets,
+            teacher=checked_teacher,
+            sampler=sampler,
         )
+        if kept is None and call.alone():
+            return _in_one_kernel(logits, padded, rows, inplace=inplace, inputs=inputs)
         # another layout is copied, and a compiled graph never writes in place
         in_place = inplace and call.source.logits is padded and not torch.compiler.is_compiling()
         overwritten = logits if in_place else None
         return loss_in_one_pass(call, inputs, token_ids.shape, overwritten=overwritten)
-    stats = stats_of_logits(
+    stats, centered = stats_of_logits(
         padded,
         rows,
         parts,
@@ -202,10 +215,11 @@ def logits_policy_loss(
         with_entropy=True,
         kept=sets,
         teacher=checked_teacher,
+        sampler=sampler,
         overwrite=inplace,
         save_probs=True,
     )
-    return loss_of_stats(stats, inputs, token_ids.shape)
+    return loss_of_stats(stats, inputs, token_ids.shape, centered)
 
 
 def _in_one_pass(logits: Tensor, inputs: LossInputs) -> bool:

@@ -16,8 +16,8 @@ from fastrl.ops._process_groups import checked_group, gathered, size_of
 
 #: Further metrics of a loss with a teacher: means over the active tokens.
 TEACHER_METRICS = ("divergence", "teacher_entropy", "teacher_agreement")
-_NAMES = (*METRICS, *TEACHER_METRICS)
-_INDEX = {name: index for index, name in enumerate(_NAMES)}
+#: Further metrics of a loss with score centering.
+CENTERING_METRICS = ("centering_mass", "head_kl", "zero_weight_fraction")
 
 
 class LossMetrics(Mapping[str, Tensor]):
@@ -29,6 +29,7 @@ class LossMetrics(Mapping[str, Tensor]):
     Attributes:
         vector: all metrics, in the order of their names; 0 in place of a `kl` without a reference.
         has_kl: whether `kl` is one of the names.
+        has_centering: whether those of score centering are.
 
     Examples:
         >>> import torch, fastrl
@@ -39,24 +40,39 @@ class LossMetrics(Mapping[str, Tensor]):
         2.0
     """
 
-    __slots__ = ("has_kl", "vector")
+    __slots__ = ("has_centering", "has_kl", "vector")
 
-    def __init__(self, values: Tensor | Mapping[str, Tensor], *, has_kl: bool = True) -> None:
-        """Take the vector, or a mapping, in which `kl` and the teacher's metrics may be missing."""
+    def __init__(
+        self,
+        values: Tensor | Mapping[str, Tensor],
+        *,
+        has_kl: bool = True,
+        has_centering: bool = False,
+    ) -> None:
+        """Take the vector, or a mapping, in which `kl` and the last metrics may be missing."""
         if isinstance(values, Mapping):
             names, has_kl = _names(values), "kl" in values
+            has_centering = CENTERING_METRICS[0] in names
             first = torch.as_tensor(values[METRICS[0]])
             absent = torch.zeros_like(first)
             values = torch.stack([torch.as_tensor(values.get(name, absent)) for name in names])
-        self.vector, self.has_kl = values, has_kl
+        self.vector, self.has_kl, self.has_centering = values, has_kl, has_centering
+
+    def _order(self) -> tuple[str, ...]:
+        """Return the names of the vector, `kl` among them."""
+        further = len(self.vector) - len(METRICS)
+        if not self.has_centering:
+            return (*METRICS, *TEACHER_METRICS[:further])
+        further -= len(CENTERING_METRICS)
+        return (*METRICS, *TEACHER_METRICS[:further], *CENTERING_METRICS)
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in list(self):
             raise KeyError(name)
-        return self.vector[_INDEX[name]]
+        return self.vector[self._order().index(name)]
 
     def __iter__(self) -> Iterator[str]:
-        return iter([n for n in _NAMES[: len(self.vector)] if self.has_kl or n != "kl"])
+        return iter([n for n in self._order() if self.has_kl or n != "kl"])
 
     def __len__(self) -> int:
         return len(self.vector) - (not self.has_kl)
@@ -86,10 +102,13 @@ class LossMetrics(Mapping[str, Tensor]):
         return OrderedDict, (), None, None, iter(self.items())
 
     def __copy__(self) -> LossMetrics:
-        return LossMetrics(self.vector, has_kl=self.has_kl)
+        return self._like(self.vector)
+
+    def _like(self, vector: Tensor) -> LossMetrics:
+        return LossMetrics(vector, has_kl=self.has_kl, has_centering=self.has_centering)
 
     def __deepcopy__(self, memo: dict[int, object]) -> LossMetrics:
-        return LossMetrics(self.vector.clone(), has_kl=self.has_kl)
+        return self._like(self.vector.clone())
 
     def to_floats(self) -> dict[str, float]:
         """Return the metrics as Python floats, by a single transfer from the device.
@@ -103,14 +122,14 @@ class LossMetrics(Mapping[str, Tensor]):
             >>> result.metrics.to_floats()["ratio_mean"]
             1.0
         """
-        numbers = dict(zip(_NAMES, self.vector.tolist(), strict=False))
+        numbers = dict(zip(self._order(), self.vector.tolist(), strict=True))
         return {name: numbers[name] for name in self}
 
 
 _pytree.register_pytree_node(
     LossMetrics,
-    lambda metrics: ([metrics.vector], metrics.has_kl),
-    lambda vector, has_kl: LossMetrics(*vector, has_kl=has_kl),
+    lambda metrics: ([metrics.vector], (metrics.has_kl, metrics.has_centering)),
+    lambda vector, has: LossMetrics(*vector, has_kl=has[0], has_centering=has[1]),
     serialized_type_name="fastrl.LossMetrics",
 )
 
@@ -162,15 +181,19 @@ def reduce_metrics(
             differing = ", ".join(sorted(set(part) ^ set(first)))
             raise ValueError(
                 f"metrics[{number}] must have the {len(first)} names of the first, got "
-                f"{len(part)}: all or none must have {differing}, from a teacher or a reference"
+                f"{len(part)}: all or none must have {differing}, from a teacher, a reference or "
+                "score centering"
             )
     table = torch.stack([part.vector.detach() for part in parts])
     dtype, table = table.dtype, table.double()
-    columns = dict(zip(_NAMES, table.unbind(1), strict=False))
+    columns = dict(zip(METRICS, table.unbind(1), strict=False))
     tokens = columns["active_tokens"][:, None]
     has_tokens = tokens > 0
 
-    sums = LossMetrics(torch.where(has_tokens, table * tokens, 0.0).sum(0))
+    def named(vector: Tensor) -> LossMetrics:
+        return LossMetrics(vector, has_centering=first.has_centering)
+
+    sums = named(torch.where(has_tokens, table * tokens, 0.0).sum(0))
     sums["active_tokens"].copy_(columns["active_tokens"].sum())
     if policy_loss != "mean":
         sums["policy_loss"].copy_(columns["policy_loss"].sum())
@@ -180,11 +203,11 @@ def reduce_metrics(
     group = _group(process_group)
     has_kl = extremes.new_full((1,), float(first.has_kl))
     ranks = gathered(torch.cat([sums.vector, extremes, has_kl]), group)
-    sums, extremes = LossMetrics(ranks[:, :-3].sum(0)), ranks[:, -3:-1].amax(0)
+    sums, extremes = named(ranks[:, :-3].sum(0)), ranks[:, -3:-1].amax(0)
     sums["kl"].copy_(torch.where((ranks[:, -1] == has_kl).all(), sums["kl"], torch.nan))
 
     count = sums["active_tokens"]
-    result = LossMetrics(sums.vector / count.clamp(min=1))
+    result = named(sums.vector / count.clamp(min=1))
     result["active_tokens"].copy_(count)
     if policy_loss != "mean":
         over = 1 if policy_loss == "sum" else size_of(group)
@@ -192,7 +215,7 @@ def reduce_metrics(
     for name, extreme in (("ratio_max", extremes[0]), ("ratio_min", -extremes[1])):
         extreme = torch.where(count > 0, extreme, 0.0)
         result[name].copy_(torch.where(sums[name].isnan(), sums[name], extreme))
-    return LossMetrics(result.vector.to(dtype), has_kl=first.has_kl)
+    return first._like(result.vector.to(dtype))
 
 
 def _sequence(metrics: object) -> Sequence[object]:
@@ -210,7 +233,9 @@ def _sequence(metrics: object) -> Sequence[object]:
 
 def _names(metrics: Mapping[str, object]) -> tuple[str, ...]:
     """Return the names of a vector with these metrics."""
-    return _NAMES if any(name in metrics for name in TEACHER_METRICS) else METRICS
+    groups = (TEACHER_METRICS, CENTERING_METRICS)
+    given = [names for names in groups if any(name in metrics for name in names)]
+    return (*METRICS, *(name for names in given for name in names))
 
 
 def _checked(metrics: object) -> LossMetrics:

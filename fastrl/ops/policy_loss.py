@@ -10,10 +10,11 @@ from torch import Tensor
 
 from fastrl.backend import Backend, resolve
 from fastrl.checks import per_token, refuse_no_logprobs, unread_mask
-from fastrl.contract import TeacherStats
+from fastrl.contract import CenteringStats, TeacherStats
 from fastrl.objective import Objective, TokenLoss, as_objective
 from fastrl.objective.presets import Preset
 from fastrl.ops._autograd.known_gradient import with_gradients
+from fastrl.ops._loss.centering_term import add_centering
 from fastrl.ops._loss.inputs import LossInputs, loss_inputs, unsupported_reason
 from fastrl.ops._loss.teacher_term import add_divergence, divergence_weights, without_gradient
 from fastrl.ops._loss.term_weights import Normalizer
@@ -169,6 +170,7 @@ def loss_of_logprobs(
     inputs: LossInputs,
     shape: torch.Size,
     compared: TeacherStats | None = None,
+    centered: CenteringStats | None = None,
 ) -> PolicyLoss:
     """Return the differentiable loss of `[B, T]` log-probabilities, the results in `shape`."""
     detached = logprobs.detach()
@@ -177,11 +179,19 @@ def loss_of_logprobs(
     loss, slope, entropy_slope, metrics = inputs.evaluate(detached, detached_entropy, arguments)
     if torch.is_grad_enabled():
         loss = with_gradients(loss, [(logprobs, slope), (entropy, entropy_slope)], inputs.backend)
+    active, still = inputs.active, without_gradient(slope, entropy_slope)
+    of_term: list[Tensor] = []
+    if centered is not None:
+        weights = inputs.centering_weights(detached, detached_entropy)
+        assert weights is not None
+        loss, metrics, still, *of_term = add_centering(
+            loss, metrics, centered, weights, arguments, active, still
+        )
     if compared is not None:
-        active, objective = inputs.active, inputs.objective
+        objective = inputs.objective
         weights = divergence_weights(objective, arguments, active)
-        still = without_gradient(slope, entropy_slope)
         loss, metrics = add_divergence(loss, metrics, compared, weights, active, still, objective)
+    metrics = torch.cat([metrics, *of_term])
     return policy_loss_result(loss, metrics, detached, detached_entropy, inputs, shape)
 
 
@@ -197,5 +207,6 @@ def policy_loss_result(
     if logprobs.shape != shape:
         logprobs = logprobs.reshape(shape)
         entropy = None if entropy is None else entropy.reshape(shape)
-    named = LossMetrics(metrics, has_kl=inputs.has_reference())
+    has = {"has_kl": inputs.has_reference(), "has_centering": inputs.objective.score_centering}
+    named = LossMetrics(metrics, **has)
     return PolicyLoss(loss, named, logprobs, entropy)

@@ -190,7 +190,7 @@ def token_stats(
         refuse_shared_memory(padded, checked_teacher)
     chosen = resolve(backend, logits.device, logits.dtype)
     parts = parts_of_logits(padded, rows, agreement, chosen)
-    stats = stats_of_logits(
+    stats, _ = stats_of_logits(
         padded,
         rows,
         parts,

@@ -11,6 +11,8 @@ from fastrl.reference.kept_tokens import kept_logits as kept_logits
 from fastrl.reference.objectives import kl_estimate as kl_estimate
 from fastrl.reference.policy_loss import policy_loss as policy_loss
 from fastrl.reference.rollout_correction import rollout_correction as rollout_correction
+from fastrl.reference.score_centering import ExpectedScore as ExpectedScore
+from fastrl.reference.score_centering import expected_score as expected_score
 from fastrl.reference.sequences import Sequences as Sequences
 from fastrl.reference.sequences import sequences_of as sequences_of
 from fastrl.reference.token_masks import off_policy as off_policy

@@ -31,6 +31,13 @@ class KeptColumns(NamedTuple):
     place: Tensor  # int64 [C], the column of the row's token; -1: the token is unknown
 
 
+class Columns(NamedTuple):
+    """The kept columns of a chunk of rows."""
+
+    ids: Tensor  # integers [C, K] of this rank's part; -1: none
+    width: int
+
+
 class KeptRows(NamedTuple):
     """The tokens that rows `[N]` kept."""
 

@@ -87,6 +87,25 @@ class Rows(NamedTuple):
         arguments = self.arguments._replace(**scaling._asdict())
         return self._replace(arguments=arguments, with_entropy=True, with_sum_sq_probs=False)
 
+    def exponents(self, logits: Tensor) -> Tensor:
+        """Return z of some logits of each row, `[B, T, K]`."""
+        real = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        z = reference.squashed(logits.to(real), self.arguments)
+        scale = 1.0 if self.arguments.logit_softcap else self.arguments.logit_scale
+        return z * scale / self._temperature()
+
+    def exponent_slopes(self, logits: Tensor) -> Tensor | float:
+        """Return dz/dlogits of these logits."""
+        raw_gain = self.arguments.logit_scale / self._temperature()
+        if not self.arguments.logit_softcap:
+            return raw_gain
+        return raw_gain * reference.squash_slope(logits, self.arguments)
+
+    def _temperature(self) -> Tensor | float:
+        if self.arguments.temperatures is None:
+            return self.arguments.temperature
+        return torch.where(self.active, self.arguments.temperatures, 1.0)[..., None]
+
     def stats(self, logits: Tensor) -> RowStats:
         """Return the statistics of the rows over the whole vocabulary."""
         if self.part is not None:
@@ -180,6 +199,17 @@ class Rows(NamedTuple):
             of_entropy,
             others if of_logsumexp is None else others + of_logsumexp,
         )
+
+
+def slopes_at(logprobs: Tensor, is_token: Tensor, entropy: Tensor, slopes: Slopes) -> Tensor:
+    """Return dL/dz of some tokens of each row, `[B, T, K]`, through the statistics of the row."""
+    of_logprob, of_entropy, of_logsumexp = (
+        0.0 if slope is None else slope[..., None] for slope in slopes
+    )
+    p = logprobs.exp()
+    finite = torch.where(p == 0, 0.0, logprobs)
+    result = torch.where(is_token, -torch.expm1(logprobs), -p) * of_logprob
+    return result + of_logsumexp * p - of_entropy * p * (finite + entropy[..., None])
 
 
 class Exchange:

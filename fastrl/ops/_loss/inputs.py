@@ -59,6 +59,23 @@ class LossInputs(NamedTuple):
         """
         return self.corrections.apply(self.arguments, self.active, logprobs, entropy)
 
+    def centering_weights(self, logprobs: Tensor, entropy: Tensor | None) -> Tensor | None:
+        """Return the factor of the sampler's expected score, `[B, T]`, or None.
+
+        It is that of the policy term, without the weight of the token that was sampled.
+        """
+        if not self.objective.score_centering:
+            return None
+        corrections = self.corrections.without_sampled()
+        a = corrections.apply(self.arguments, self.active, logprobs, entropy)
+        sequences = reference.sequences_of(self.active, a.cu_seqlens)
+        factors = [sequences.per_token(x, self.active) for x in (a.weights, a.advantages)]
+        if a.policy_weights is not None:
+            factors[0] = factors[0] * sequences.per_token(a.policy_weights, self.active)
+        weights, advantages = factors
+        flows = self.active & (weights != 0)  # 0 times an infinite advantage would be NaN
+        return torch.where(flows, weights * advantages, 0.0)
+
     def evaluate(
         self, logprobs: Tensor, entropy: Tensor | None, arguments: LossArguments
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
@@ -108,6 +125,7 @@ def loss_inputs(
     token_ids: Tensor | None = None,
     ignore_index: int = 0,
     teacher: TeacherArguments = NO_TEACHER,
+    with_sampler: bool = False,
 ) -> LossInputs:
     """Check the arguments that the policy losses share.
 
@@ -116,6 +134,11 @@ def loss_inputs(
     """
     o = objective
     check_teacher(o, teacher)
+    if o.score_centering and not with_sampler:
+        raise ValueError(
+            "rollout_top_k is needed when objective.score_centering is set: give it to "
+            "logits_policy_loss or linear_policy_loss"
+        )
     if advantages is None and not teacher.given():
         raise TypeError("advantages must be a tensor, got None, which needs a teacher")
     if ref_logprobs is not None and o.has_exact_kl:
@@ -182,7 +205,7 @@ def loss_inputs(
     for name, values in zip(("old", "ref", "rollout"), of_others, strict=True):
         if values is not None:
             refuse_no_logprobs(f"{name}_logprobs", values, active)
-    corrections = WeightCorrections(o, rollout, aggregations.entropy)
+    corrections = WeightCorrections(o, ratios, rollout, aggregations.entropy)
     return LossInputs(o, arguments, saveable(active), corrections, backend)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from fastrl import reference
 from fastrl.contract import AggregationArguments, LossArguments
 from fastrl.objective import Objective
+from fastrl.objective.rollout_correction import RolloutCorrection
 from fastrl.ops.token_weights import aggregation_arguments, sequence_weights
 
 TERMS = ("policy", "kl", "entropy")
@@ -91,15 +92,21 @@ class WeightCorrections(NamedTuple):
     """Rollout corrections and token masks of an objective, which change the weights per token."""
 
     objective: Objective
+    rollout_corrections: tuple[RolloutCorrection, ...]
     rollout_logprobs: Tensor | None
     entropy_aggregation: AggregationArguments | None
+
+    def without_sampled(self) -> WeightCorrections:
+        """Return those that do not depend on which token was sampled at a place."""
+        of_sequences = tuple(c for c in self.rollout_corrections if c.level != "token")
+        return self._replace(rollout_corrections=of_sequences)
 
     # not a property: torch.compile in torch 2.10 cannot trace properties of a NamedTuple
     def need_logprobs(self, arguments: LossArguments) -> bool:
         """Return whether the weights depend on the current log-probabilities or entropies."""
         o = self.objective
         if arguments.old_logprobs is None:
-            by_old = bool(o.rollout_corrections)
+            by_old = bool(self.rollout_corrections)
         else:
             by_old = o.trust_region is not None or o.gamma_weights is not None
         return by_old or o.off_policy_threshold is not None or o.top_entropy_quantile < 1
@@ -119,9 +126,9 @@ class WeightCorrections(NamedTuple):
         entropy_mask = o.top_entropy_quantile < 1 and entropy is not None
         on_policy = arguments.old_logprobs is None  # ratio 1
         region = None if on_policy else o.trust_region
-        gamma = None if on_policy and not o.rollout_corrections else o.gamma_weights
+        gamma = None if on_policy and not self.rollout_corrections else o.gamma_weights
         of_tokens = (o.off_policy_threshold, region, gamma)
-        if not (o.rollout_corrections or entropy_mask or any(x is not None for x in of_tokens)):
+        if not (self.rollout_corrections or entropy_mask or any(x is not None for x in of_tokens)):
             return arguments
         sequences = reference.sequences_of(active, arguments.cu_seqlens)
 
@@ -135,7 +142,7 @@ class WeightCorrections(NamedTuple):
         factors_of_w = policy_weights
         if arguments.policy_weights is not None:
             policy_weights = per_token(arguments.policy_weights)
-        for correction in o.rollout_corrections:
+        for correction in self.rollout_corrections:
             ratio = reference.rollout_correction(old, sampled, active, sequences, correction)
             if gamma is not None and correction.kind != "filter":
                 factors_of_w = factors_of_w * ratio

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl.contract import RowArguments, RowStats
+from fastrl.contract import CenteringStats, RowArguments, RowStats
 from fastrl.library import called, operators
 from fastrl.ops._arguments import RowInputs, flat, split_tensors
 from fastrl.ops._autograd.first_derivative import first_derivative_only
@@ -33,13 +33,18 @@ class KernelCall(NamedTuple):
 
 def differentiable_stats(
     call: KernelCall | RowInputs, *trainable: Tensor | None, overwrite: bool = False
-) -> TokenStats:
+) -> tuple[TokenStats, CenteringStats | None]:
     """Return all statistics, `[B, T]`; those of a teacher are None without one.
 
-    `trainable` has the logits, or hidden states and parameters, which take the place of those in
-    `call`. `overwrite` lets the gradient of logits take their place.
+    The sampler's come last, of which the term is differentiable. `trainable` has the logits, or
+    hidden states and parameters, which take the place of those in `call`. `overwrite` lets the
+    gradient of logits take their place.
     """
-    return TokenStats(*_RowStats.apply(call, overwrite, *trainable))  # type: ignore[no-untyped-call]
+    found = _RowStats.apply(call, overwrite, *trainable)  # type: ignore[no-untyped-call]
+    if isinstance(call, KernelCall) or not call.sampler.given():
+        return TokenStats(*found), None
+    count = len(CenteringStats._fields)
+    return TokenStats(*found[:-count]), CenteringStats._make(found[-count:])
 
 
 class _RowStats(torch.autograd.Function):
@@ -49,6 +54,7 @@ class _RowStats(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         of_teacher: list[Tensor] = []
         comparison: list[Tensor] = []
+        of_sampler: list[Tensor] = []
         if isinstance(call, KernelCall):
             arguments: list[Any] = [trainable[0], *call.rows]
             forward = operators(call.backend).token_stats_fwd
@@ -57,16 +63,17 @@ class _RowStats(torch.autograd.Function):
             )
         else:
             arguments = flat(call._replace(source=call.source.with_trainable(trainable)))
-            *of_rows, of_teacher, comparison = rows_stats_fwd(*arguments)
+            *of_rows, of_teacher, comparison, of_sampler = rows_stats_fwd(*arguments)
             stats = RowStats._make(of_rows)
-        results = (*public_stats(stats), *of_teacher)
+        results = (*public_stats(stats), *of_teacher, *of_sampler)
         if not any(ctx.needs_input_grad):
             return results
         tensors, ctx.others = split_tensors(arguments)
         save(ctx, *tensors, *stats.of_softmax(), *comparison)
         ctx.kernels_of = call.backend if isinstance(call, KernelCall) else None
-        ctx.overwrite = overwrite
-        ctx.mark_non_differentiable(*without_gradient(stats), *of_teacher[1:])
+        ctx.overwrite, ctx.has = overwrite, (bool(of_teacher), bool(of_sampler))
+        constants = (*of_teacher[1:], *of_sampler[1:])
+        ctx.mark_non_differentiable(*without_gradient(stats), *constants)
         ctx.set_materialize_grads(False)
         return results
 
@@ -76,14 +83,17 @@ class _RowStats(torch.autograd.Function):
         tensors, others, needs = saved(ctx), ctx.others, ctx.needs_input_grad[2:]
         arguments = [other if x is None else x for x, other in zip(tensors, others, strict=False)]
         stats, comparison = tensors[len(others) :][:3], tensors[len(others) + 3 :]
-        of_rows, of_teacher = grads[: len(OF_ROW)], grads[len(OF_ROW) :]
+        of_rows, of_companions = grads[: len(OF_ROW)], grads[len(OF_ROW) :]
         slopes = [None if x is None else x.contiguous() for x in slopes_of(of_rows)]
         # the first fields of a `Source`, or the logits alone
         logits, trainable = arguments[0], arguments[:1] if len(needs) == 1 else arguments[1:6]
         arguments += [*stats, *slopes]
         kernels = None if ctx.kernels_of is None else operators(ctx.kernels_of)
         if kernels is None:
-            arguments += [comparison, of_teacher[0] if of_teacher else None, [*needs]]
+            has_teacher, has_sampler = ctx.has
+            of_divergence = of_companions[0] if has_teacher else None
+            of_score = of_companions[-len(CenteringStats._fields)] if has_sampler else None
+            arguments += [comparison, of_divergence, of_score, [*needs]]
         if ctx.overwrite and not torch.compiler.is_compiling():
             if kernels is None:
                 rows_stats_bwd_(*arguments)

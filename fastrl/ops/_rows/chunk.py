@@ -11,12 +11,12 @@ from torch import Tensor
 from fastrl.contract import RowStats
 from fastrl.ops._arguments import Fields, RowInputs, each_tensor
 from fastrl.ops._head.projection import Projected
-from fastrl.ops._lens.kept import KeptRows, check_kept, ids_of_part
+from fastrl.ops._lens.kept import Columns, KeptRows, check_kept, ids_of_part
 from fastrl.ops._lens.rows import Exchange, Rows
 from fastrl.ops._row_checks import check_ids
 from fastrl.ops._rows.order import RowOrder
-from fastrl.ops._teacher.companion import Columns
 from fastrl.ops._teacher.top_k import check_tokens
+from fastrl.ops.top_k_logprobs import check_sampler
 
 
 class Chunk(NamedTuple):
@@ -138,3 +138,4 @@ def check_values(inputs: RowInputs) -> None:
     check_ids(inputs.token_ids, inputs.active, vocabulary)
     check_kept(inputs.kept, active, vocabulary)
     check_tokens(inputs.teacher, active, vocabulary)
+    check_sampler(inputs.sampler, active, vocabulary)

@@ -8,13 +8,15 @@ from torch import Tensor
 
 from fastrl import reference
 from fastrl.checks import is_sharded
-from fastrl.contract import RowArguments
+from fastrl.contract import CenteringStats, RowArguments
 from fastrl.ops._arguments import (
     ALL_TOKENS,
+    NO_SAMPLER,
     NO_SOURCE,
     NO_TEACHER,
     KeptArguments,
     RowInputs,
+    SamplerArguments,
     TeacherArguments,
 )
 from fastrl.ops._lens.kept import check_kept
@@ -75,6 +77,7 @@ def given_inputs(
     with_sum_sq_probs: bool = False,
     kept: KeptArguments = ALL_TOKENS,
     teacher: TeacherArguments = NO_TEACHER,
+    sampler: SamplerArguments = NO_SAMPLER,
 ) -> RowInputs:
     """Return the inputs of the operators that loop over rows, for logits `[B, T, V]`."""
     return RowInputs(
@@ -90,6 +93,7 @@ def given_inputs(
         parts,
         kept,
         teacher,
+        sampler,
     )
 
 
@@ -103,30 +107,34 @@ def stats_of_logits(
     with_sum_sq_probs: bool = False,
     kept: KeptArguments = ALL_TOKENS,
     teacher: TeacherArguments = NO_TEACHER,
+    sampler: SamplerArguments = NO_SAMPLER,
     overwrite: bool = False,
     save_probs: bool = False,
-) -> TokenStats:
+) -> tuple[TokenStats, CenteringStats | None]:
     """Return all statistics, `[B, T]` and differentiable; those of a teacher are None without one.
+
+    The sampler's come last.
 
     `overwrite` lets the gradient take the place of the logits, except on the reference backend;
     `save_probs` is for that one: see `reference_stats`.
     """
     on_reference = backend == "reference"
-    compared_or_split = teacher.given() or parts.split()
-    if on_reference and not compared_or_split:
+    accompanied = teacher.given() or parts.split() or sampler.given()
+    if on_reference and not accompanied:
         active = active_rows(rows, logits.shape[-1])
         if kept.ids is not None and kept.offsets is not None:
             check_kept(kept, active.reshape(-1), logits.shape[-1])
             logits = reference.kept_logits(logits, rows.token_ids, kept.ids, kept.offsets)
-        return reference_stats(
+        stats = reference_stats(
             logits,
             rows._replace(mask=active),
             with_entropy=with_entropy,
             with_sum_sq_probs=with_sum_sq_probs,
             save_probs=save_probs,
         )
+        return stats, None
     refuse_transforms("this function on a compiled backend, with a teacher or with vocab_group")
-    if kept.ids is None and not compared_or_split:
+    if kept.ids is None and not accompanied:
         call = KernelCall(rows, with_entropy, with_sum_sq_probs, backend)
         return differentiable_stats(call, with_unit_vocabulary_stride(logits), overwrite=overwrite)
     inputs = given_inputs(
@@ -138,6 +146,7 @@ def stats_of_logits(
         with_sum_sq_probs=with_sum_sq_probs,
         kept=kept,
         teacher=teacher,
+        sampler=sampler,
     )
     overwrite = overwrite and not on_reference
     return differentiable_stats(inputs, *inputs.source.trainable(), overwrite=overwrite)

@@ -11,8 +11,10 @@ from fastrl.backend import resolve
 from fastrl.checks import flag, floating, whole
 from fastrl.contract import RowArguments
 from fastrl.ops._arguments import (
+    NO_SAMPLER,
     KeptArguments,
     RowInputs,
+    SamplerArguments,
     Source,
     TeacherArguments,
     each_tensor,
@@ -96,6 +98,7 @@ def hidden_inputs(
     *,
     with_entropy: bool = True,
     with_sum_sq_probs: bool = False,
+    sampler: SamplerArguments = NO_SAMPLER,
 ) -> RowInputs:
     """Return the inputs of the operators.
 
@@ -118,6 +121,7 @@ def hidden_inputs(
         parts,
         kept,
         with_operand_dtype(teacher, backend),
+        sampler,
     )
 
 

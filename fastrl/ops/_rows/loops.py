@@ -5,13 +5,14 @@
                on a GPU: project -> one kernel: statistics, slope, dL/dlogits   -> gradient GEMMs
 
 A teacher's row meets the student's after the statistics, in `compare` of `_teacher/pair.py`, or of
-`_teacher/top_k.py` for a teacher's K tokens, and again where dL/dlogits is written.
+`_teacher/top_k.py` for a teacher's K tokens, and again where dL/dlogits is written. The sampler's
+tokens of score centering go along in `_centering/centered_rows.py`.
 
 With `compact`, masked rows are left out of all GEMMs, and rows with advantage or weight 0 of the
 GEMMs for gradients. On a CPU, so are rows whose slopes turn out to be 0 (clipped), unless there is
-a teacher or the vocabulary is split. On a GPU that would take a synchronization per chunk, which
-costs more than it saves, so these rows stay as zeros. A backward that projects again leaves out all
-rows without a slope.
+a teacher or score centering, or the vocabulary is split. On a GPU that would take a synchronization
+per chunk, which costs more than it saves, so these rows stay as zeros. A backward that projects
+again leaves out all rows without a slope.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl.contract import FLAGS, RowStats, SavedStats, TeacherStats
+from fastrl.contract import FLAGS, CenteringStats, RowStats, SavedStats, TeacherStats
 from fastrl.library import called, operators
 from fastrl.ops._arguments import RowInputs
+from fastrl.ops._centering.centered_rows import CenteredRows
 from fastrl.ops._loss.slopes import TokenSlopes
 from fastrl.ops._process_groups import gathered
 from fastrl.ops._rows.chunk import Chunk, PerRow, Results, check_values, kept_rows, with_stats
@@ -56,8 +58,8 @@ def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
 @without_autocast
 def row_stats(
     inputs: RowInputs,
-) -> tuple[RowStats, TeacherStats | None, SavedComparison | None]:
-    """Return the statistics of all rows, and of a teacher's; 0 at inactive rows."""
+) -> tuple[RowStats, TeacherStats | None, SavedComparison | None, CenteringStats | None]:
+    """Return the statistics of all rows, a teacher's and the sampler's; 0 at inactive rows."""
     check_values(inputs)
     rows: GivenRows | ProjectedRows
     if inputs.source.logits is not None:
@@ -66,20 +68,26 @@ def row_stats(
         active, kept = inputs.active.reshape(-1), kept_rows(inputs)
         order = order_rows(active, active, compact=inputs.compact, kept=kept)
         rows = ProjectedRows(inputs, order, [False] * 5, kept)
-    results, of_teacher, saved = (
+    results, of_teacher, saved, of_sampler = (
         Results(inputs.token_ids, dtypes_of(inputs, *kind._fields))
-        for kind in (RowStats, TeacherStats, SavedComparison)
+        for kind in (RowStats, TeacherStats, SavedComparison, CenteringStats)
     )
     for chunk, stats in with_stats(rows.with_gradient()):
         results.put(chunk, stats)
-        compared = rows.comparison(chunk).compare(stats.of_softmax())
+        comparison = rows.comparison(chunk)
+        compared = comparison.compare(stats.of_softmax())
         if compared is not None:
             of_teacher.put(chunk, compared.stats)
             saved.put(chunk, compared.saved)
-    found = RowStats._make(results.values())
-    if not inputs.teacher.given():
-        return found, None, None
-    return found, TeacherStats._make(of_teacher.values()), SavedComparison._make(saved.values())
+        if isinstance(comparison, CenteredRows):
+            of_sampler.put(chunk, comparison.centering(stats.of_softmax()))
+    with_teacher, with_sampler = inputs.teacher.given(), inputs.sampler.given()
+    return (
+        RowStats._make(results.values()),
+        TeacherStats._make(of_teacher.values()) if with_teacher else None,
+        SavedComparison._make(saved.values()) if with_teacher else None,
+        CenteringStats._make(of_sampler.values()) if with_sampler else None,
+    )
 
 
 def dtypes_of(inputs: RowInputs, *names: str) -> list[torch.dtype]:
@@ -94,6 +102,7 @@ def row_gradients(
     saved: SavedStats,
     comparison: SavedComparison | None,
     grad_divergence: Tensor | None,
+    grad_centering: Tensor | None,
     needs: list[bool],
     *,
     overwrite: bool = False,
@@ -105,8 +114,10 @@ def row_gradients(
     if inputs.source.logits is not None:
         rows = GivenRows(inputs, overwrite=overwrite)
     else:
-        rows = _projected_again(inputs, [*saved.slopes(), grad_divergence], needs)
-    of_rows = Upstream(saved.of_softmax(), saved.slopes(), comparison, grad_divergence)
+        slopes = [*saved.slopes(), grad_divergence, grad_centering]
+        rows = _projected_again(inputs, slopes, needs)
+    slopes_of_stats = saved.of_softmax(), saved.slopes()
+    of_rows = Upstream(*slopes_of_stats, comparison, grad_divergence, grad_centering)
     upstream = PerRow(rows.order, of_rows)
     chunk: Chunk | None = None
     for chunk in rows.with_gradient():
@@ -121,8 +132,9 @@ def _projected_again(
     """Return the rows that have a slope, in their order."""
     active, parts = inputs.active.reshape(-1), inputs.parts
     summed = parts.split() and parts.reduce_hidden_gradient and needs[0]
-    # the ranks exchange what each has of a teacher's tokens, also in the backward
-    exchanged = parts.split() and inputs.teacher.logprobs is not None
+    # the ranks exchange what each has of some tokens, also in the backward
+    some = inputs.teacher.logprobs is not None or inputs.sampler.given()
+    exchanged = parts.split() and some
     may_flow = torch.zeros_like(active)
     for slope in slopes:
         may_flow = may_flow if slope is None else may_flow | (slope.reshape(-1) != 0)
@@ -139,14 +151,15 @@ def row_losses(
     inputs: RowInputs,
     slopes: TokenSlopes,
     divergence_weights: Tensor | None,
+    centering_weights: Tensor | None,
     needs: list[bool],
     *,
     metrics: bool,
     overwrite: bool = False,
-) -> tuple[Tensor, Tensor, TeacherStats | None, list[Tensor]]:
-    """Return log-probabilities, entropies, a teacher's statistics and the gradients of the loss.
+) -> tuple[Tensor, Tensor, TeacherStats | None, CenteringStats | None, list[Tensor]]:
+    """Return log-probabilities, entropies and the gradients of the loss, from one pass.
 
-    They come from one pass over the rows.
+    Before the gradients come the statistics of a teacher and of the sampler.
     """
     check_values(inputs)
     rows: GivenRows | ProjectedRows
@@ -155,8 +168,8 @@ def row_losses(
         rows = GivenRows(inputs, overwrite=overwrite)
     else:
         may_flow = slopes.may_flow()
-        if divergence_weights is not None:
-            may_flow = may_flow | (divergence_weights != 0)
+        for weights in (divergence_weights, centering_weights):
+            may_flow = may_flow if weights is None else may_flow | (weights != 0)
         one_kernel = _has_one_kernel(inputs, slopes)
         rows = _projected_for_loss(inputs, may_flow, needs, metrics=metrics, one_kernel=one_kernel)
         in_one_kernel = rows if one_kernel and any(needs) else None
@@ -164,8 +177,10 @@ def row_losses(
     chunks = chain(rows.others(), () if in_one_kernel else rows.with_gradient())
     order, like = rows.order, inputs.token_ids
     results = Results(like, dtypes_of(inputs, "logprobs", "entropy"))
-    compared = Results(like, dtypes_of(inputs, *TeacherStats._fields))
-    values = PerRow(order, (slopes, divergence_weights))
+    compared, centered = (
+        Results(like, dtypes_of(inputs, *kind._fields)) for kind in (TeacherStats, CenteringStats)
+    )
+    values = PerRow(order, (slopes, divergence_weights, centering_weights))
     chunk: Chunk | None = None
     comparison: Comparison | None = None
     for chunk, stats in with_stats(chunks):
@@ -174,31 +189,34 @@ def row_losses(
         found = comparison.compare(of_softmax)
         if found is not None:
             compared.put(chunk, found.stats)
+        if isinstance(comparison, CenteredRows):
+            centered.put(chunk, comparison.centering(of_softmax))
         if not any(needs):
             continue
         if isinstance(rows, GivenRows) or rows.may_flow(chunk):
-            slopes_here, weights = values.of(chunk)
+            slopes_here, *weights_here = values.of(chunk)
             of_loss = slopes_here.of(stats.logprobs, stats.entropy)
             saved = None if found is None else found.saved
-            upstream = Upstream(of_softmax, (*of_loss, None), saved, weights)
+            upstream = Upstream(of_softmax, (*of_loss, None), saved, *weights_here)
             rows.write_gradient(chunk, comparison, upstream)
         else:
             rows.pass_on_nan(chunk, stats.logprobs)
     if in_one_kernel is not None:
         for chunk in in_one_kernel.with_gradient():
-            slopes_here, _ = values.of(chunk)
+            slopes_here, *_ = values.of(chunk)
             results.put(chunk, _write_in_one_kernel(chunk, slopes_here))
             in_one_kernel.add_gradients(chunk)
     chunk = comparison = None
     logprobs, entropy = results.values()
     of_teacher = TeacherStats._make(compared.values()) if inputs.teacher.given() else None
-    return logprobs, entropy, of_teacher, rows.gradients() if any(needs) else []
+    of_sampler = CenteringStats._make(centered.values()) if inputs.sampler.given() else None
+    gradients = rows.gradients() if any(needs) else []
+    return logprobs, entropy, of_teacher, of_sampler, gradients
 
 
 def _has_one_kernel(inputs: RowInputs, slopes: TokenSlopes) -> bool:
     """Return whether a kernel computes statistics, slopes and dL/dlogits of a chunk."""
-    alone = not (inputs.parts.split() or inputs.teacher.given())
-    return inputs.on_gpu() and slopes.function is None and alone
+    return inputs.on_gpu() and slopes.function is None and inputs.alone()
 
 
 def _projected_for_loss(
@@ -209,7 +227,7 @@ def _projected_for_loss(
     if not metrics:
         order = order.without_others()
     # if the vocabulary is split, the ranks add up the gradients of the same rows
-    alone = not (one_kernel or inputs.parts.split() or inputs.teacher.given())
+    alone = inputs.alone() and not one_kernel
     compacting = alone and inputs.compact and active.device.type == "cpu"
     return ProjectedRows(inputs, order, needs, kept, compacting=compacting)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from fastrl.contract import (
     LEVELS,
     SURROGATES,
+    CenteringStats,
     Coefficients,
     LossArguments,
     ObjectiveArguments,
@@ -30,17 +31,22 @@ from fastrl.ops._teacher.pair import SavedComparison
 
 _ROWS = declared(RowInputs)
 _LOSS = f"{declared(LossArguments)}, {declared(ObjectiveArguments)}"
-#: Without a teacher there is no comparison, and the list is empty.
-_BACKWARD = f"{declared(SavedStats)}, Tensor[] comparison, Tensor? grad_divergence, bool[] needs"
-_COMPARED = "Tensor[] of_teacher, Tensor[] comparison"
+#: Without a teacher or a sampler there is nothing of it, and the list is empty.
+_BACKWARD = (
+    f"{declared(SavedStats)}, Tensor[] comparison, Tensor? grad_divergence, "
+    "Tensor? grad_centering, bool[] needs"
+)
+_COMPARED = "Tensor[] of_teacher, Tensor[] comparison, Tensor[] of_sampler"
 _SCHEMAS = {
     "rows_stats_fwd": f"({_ROWS}) -> ({declared(RowStats)}, {_COMPARED})",
     "rows_stats_bwd": f"({_ROWS}, {_BACKWARD}) -> Tensor[]",
     # given logits, which the gradient replaces
     "rows_stats_bwd_": f"({_ROWS}, {_BACKWARD}) -> ()".replace("Tensor?", "Tensor(a!)?", 1),
     "rows_loss_fwd": (
-        f"({_ROWS}, {_LOSS}, Tensor? divergence_weights, bool[] needs, bool metrics) -> "
-        "(Tensor logprobs, Tensor entropy, Tensor[] of_teacher, Tensor[] gradients)"
+        f"({_ROWS}, {_LOSS}, Tensor? divergence_weights, Tensor? centering_weights, "
+        "bool[] needs, bool metrics) -> "
+        "(Tensor logprobs, Tensor entropy, Tensor[] of_teacher, Tensor[] of_sampler, "
+        "Tensor[] gradients)"
     ),
 }
 
@@ -69,12 +75,14 @@ def loss_fwd(*arguments: Any) -> tuple[Any, ...]:
     objective = restored(ObjectiveArguments, values)
     coefficients = Coefficients._make(objective.coefficients)  # an operator takes them as a list
     objective = objective._replace(coefficients=coefficients)
-    weights, needs, metrics = values
+    *weights, needs, metrics = values
     if LEVELS[objective.level] != "token" or SURROGATES[objective.surrogate] == "gmpo":
         raise ValueError("level must be token: the rows of a chunk are scored by themselves")
     slopes = TokenSlopes(inputs.active, loss, objective, None, inputs.backend)
-    *stats, of_teacher, gradients = row_losses(inputs, slopes, weights, needs, metrics=metrics)
-    return (*stats, [*(of_teacher or ())], gradients)
+    *stats, of_teacher, of_sampler, gradients = row_losses(
+        inputs, slopes, *weights, needs, metrics=metrics
+    )
+    return (*stats, [*(of_teacher or ())], [*(of_sampler or ())], gradients)
 
 
 def _with_autograd_inside(operator: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,10 +121,17 @@ def _gradients(inputs: RowInputs, needs: list[bool]) -> list[Tensor]:
 
 def _stats_shapes(*arguments: Any) -> tuple[Any, ...]:
     inputs = restored(RowInputs, iter(arguments))
-    kinds = (TeacherStats, SavedComparison)
-    with_teacher = inputs.teacher.given()
-    compared = (_values(inputs, *kind._fields) if with_teacher else [] for kind in kinds)
-    return (*_values(inputs, *RowStats._fields), *compared)
+    return (*_values(inputs, *RowStats._fields), *_companions(inputs, with_saved=True))
+
+
+def _companions(inputs: RowInputs, *, with_saved: bool) -> list[list[Tensor]]:
+    """Return the statistics of a teacher and of the sampler."""
+    of_teacher = (TeacherStats, SavedComparison) if with_saved else (TeacherStats,)
+    found = [
+        _values(inputs, *kind._fields) if inputs.teacher.given() else [] for kind in of_teacher
+    ]
+    names = CenteringStats._fields if inputs.sampler.given() else ()
+    return [*found, _values(inputs, *names)]
 
 
 def _gradient_shapes(*arguments: Any) -> list[Tensor]:
@@ -125,9 +140,9 @@ def _gradient_shapes(*arguments: Any) -> list[Tensor]:
 
 def _loss_shapes(*arguments: Any) -> tuple[Any, ...]:
     inputs, needs = restored(RowInputs, iter(arguments)), arguments[-2]
-    names = TeacherStats._fields if inputs.teacher.given() else ()
-    logprobs, entropy = _values(inputs, "logprobs", "entropy")
-    return logprobs, entropy, _values(inputs, *names), _gradients(inputs, needs)
+    of_rows = _values(inputs, "logprobs", "entropy")
+    companions = _companions(inputs, with_saved=False)
+    return (*of_rows, *companions, _gradients(inputs, needs))
 
 
 _LOOPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {

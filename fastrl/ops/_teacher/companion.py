@@ -1,56 +1,28 @@
-"""What the rows of a call are compared with, chunk by chunk: nothing, or a teacher's rows."""
+"""What goes along with the rows of a call, by chunks: a teacher's rows, the sampler's tokens."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastrl.contract import ScalingArguments, SoftmaxStats
+from fastrl.contract import ScalingArguments
 from fastrl.ops._arguments import RowInputs, each_tensor
+from fastrl.ops._centering.centered_rows import CenteredRows, SamplerTokens
 from fastrl.ops._head.projection import Projection
+from fastrl.ops._lens.kept import Columns
 from fastrl.ops._lens.rows import Rows
-from fastrl.ops._teacher.pair import Pair, Upstream, pair_of
+from fastrl.ops._teacher.pair import Pair, RowsAlone, pair_of
 from fastrl.ops._teacher.top_k import TopKRows
 
-
-class RowsAlone:
-    """Rows without a teacher, with the interface of `Pair`."""
-
-    def __init__(self, rows: Rows, logits: Tensor) -> None:
-        """Take rows `[B, T]` of logits `[B, T, C]`."""
-        self._rows, self._logits = rows, logits
-
-    def compare(self, stats: SoftmaxStats) -> None:
-        """There is nothing to compare."""
-
-    def gradient(self, upstream: Upstream) -> Tensor:
-        """Return dL/dlogits."""
-        return self._rows.gradient(self._logits, upstream.stats, upstream.slopes)
-
-    def write_gradient(self, upstream: Upstream, *, narrow: bool = False) -> None:
-        """Overwrite the logits with dL/dlogits."""
-        stats, slopes = upstream.stats, upstream.slopes
-        self._rows.write_gradient(self._logits, stats, slopes, narrow=narrow)
-
-
-Comparison = RowsAlone | Pair | TopKRows
-
-
-class Columns(NamedTuple):
-    """The kept columns of a chunk of rows."""
-
-    ids: Tensor  # integers [C, K] of this rank's part; -1: none
-    width: int
+Comparison = RowsAlone | Pair | TopKRows | CenteredRows
 
 
 class Companion:
-    """What is compared with the rows of a call."""
+    """What goes along with the rows of a call: a teacher, the sampler's most likely tokens."""
 
     def __init__(self, inputs: RowInputs, index: Tensor | None) -> None:
         """Order the teacher's rows like those of the call, by `index`; None: as they are."""
-        teacher = inputs.teacher
+        teacher, self._sampler = inputs.teacher, inputs.sampler
         self._teacher, self._index, self._parts = teacher, index, inputs.parts
         self._token_ids = inputs.token_ids
         #: the logits of a teacher's head, or None
@@ -64,20 +36,37 @@ class Companion:
         """Return whether rows of given logits can be compared where they are, all at once."""
         return not self._teacher.given() or self._teacher.source.logits is not None
 
-    def comparison_of_all(self, rows: Rows, logits: Tensor) -> RowsAlone | Pair:
+    def comparison_of_all(self, rows: Rows, logits: Tensor) -> RowsAlone | Pair | CenteredRows:
         """Return the comparison of all rows `[B, T]` in their place."""
         teacher = self._teacher
-        if teacher.source.logits is None:
-            return RowsAlone(rows, logits)
-        return pair_of(rows, logits, teacher.source.logits, teacher.scaling, teacher.beta)
+        compared: RowsAlone | Pair = RowsAlone(rows, logits)
+        if teacher.source.logits is not None:
+            given = teacher.source.logits
+            compared = pair_of(rows, logits, given, teacher.scaling, teacher.beta)
+        if not self._sampler.given():
+            return compared
+        sampler = each_tensor(lambda x: x.view(*rows.active.shape, -1), self._sampler)
+        tokens = SamplerTokens(rows, self._token_ids, logits, sampler, self._parts, None)
+        return CenteredRows(tokens, logits, compared)
 
     def comparison_of(
         self, place: slice, rows: Rows, logits: Tensor, columns: Columns | None
     ) -> Comparison:
         """Return the comparison of ordered rows, packed `[1, C]`, whose logits may be written."""
+        index = place if self._index is None else self._index[place]
+        if not self._sampler.given():
+            return self._compared(index, rows, logits, columns)
+        sampler = each_tensor(lambda x: x[index][None], self._sampler)
+        token_ids = self._token_ids.reshape(1, -1)[:, index]
+        tokens = SamplerTokens(rows, token_ids, logits, sampler, self._parts, columns)
+        # the comparison with a teacher may write the logits
+        return CenteredRows(tokens, logits, self._compared(index, rows, logits, columns))
+
+    def _compared(
+        self, index: slice | Tensor, rows: Rows, logits: Tensor, columns: Columns | None
+    ) -> RowsAlone | Pair | TopKRows:
         if not self._teacher.given():
             return RowsAlone(rows, logits)
-        index = place if self._index is None else self._index[place]
         teacher, scaling = self._teacher, self._scaling(index)
         if teacher.token_ids is not None and teacher.logprobs is not None:
             some = teacher._replace(

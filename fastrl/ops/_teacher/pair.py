@@ -40,6 +40,7 @@ class Upstream(NamedTuple):
     slopes: Slopes  # by logprob, entropy and logsumexp; None: 0
     comparison: SavedComparison | None  # with a teacher
     grad_divergence: Tensor | None
+    grad_centering: Tensor | None
 
     def of_divergence(self) -> tuple[SavedComparison, Tensor]:
         """Return a comparison and its gradient, 0 for a row where that would be infinite."""
@@ -47,6 +48,26 @@ class Upstream(NamedTuple):
         assert comparison is not None
         assert grad is not None
         return comparison, torch.where(comparison.slope_mean.isinf(), 0.0, grad)
+
+
+class RowsAlone:
+    """Rows without a teacher, with the interface of `Pair`."""
+
+    def __init__(self, rows: Rows, logits: Tensor) -> None:
+        """Take rows `[B, T]` of logits `[B, T, C]`."""
+        self._rows, self._logits = rows, logits
+
+    def compare(self, stats: SoftmaxStats) -> None:
+        """There is nothing to compare."""
+
+    def gradient(self, upstream: Upstream) -> Tensor:
+        """Return dL/dlogits."""
+        return self._rows.gradient(self._logits, upstream.stats, upstream.slopes)
+
+    def write_gradient(self, upstream: Upstream, *, narrow: bool = False) -> None:
+        """Overwrite the logits with dL/dlogits."""
+        stats, slopes = upstream.stats, upstream.slopes
+        self._rows.write_gradient(self._logits, stats, slopes, narrow=narrow)
 
 
 class Pair:

@@ -13,12 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl import reference
 from fastrl.checks import can_read
 from fastrl.contract import RowArguments, RowStats, SoftmaxStats
 from fastrl.ops._arguments import NO_TEACHER, TeacherArguments
 from fastrl.ops._head.projection import gradient_of
-from fastrl.ops._lens.rows import Rows, Slopes
+from fastrl.ops._lens.rows import Rows, Slopes, slopes_at
 from fastrl.ops._process_groups import total
 from fastrl.ops._teacher.pair import Compared, Pair, Upstream, pair_of
 from fastrl.ops._vocabulary_parts.parts import VocabularyParts
@@ -66,7 +65,7 @@ class TopKRows:
             held = torch.where(self._own, x, float("nan"))
         else:
             held = total(torch.where(self._own, x, 0.0), self._rows.part.group)
-        exponents = self._scaled(held)
+        exponents = self._rows.exponents(held)
         if not self._has_tail:
             return Events(held, exponents, None, None)
         # only the other tokens are still needed
@@ -80,7 +79,8 @@ class TopKRows:
         compared = pair.compare(pair.student_stats().of_softmax())
         # this counts tokens, while the comparison is over events
         top = self._logprobs == self._logprobs.amax(-1, keepdim=True)
-        largest = self._scaled(self._events.logits) >= self._scaled(stats.row_max[..., None])
+        exponents = self._rows.exponents
+        largest = exponents(self._events.logits) >= exponents(stats.row_max[..., None])
         agrees = (top & largest).any(-1) & self._rows.active
         return compared._replace(stats=compared.stats._replace(agrees=agrees))
 
@@ -97,11 +97,11 @@ class TopKRows:
             every = torch.cat([self._events.exponents, tail[..., None]], -1)
             logsumexp = every.logsumexp(-1)
             log_q = self._events.exponents - logsumexp[..., None]
-            values = self._policy(log_q, stats.entropy, slopes) + values
+            values = slopes_at(log_q, self._is_token(), stats.entropy, slopes) + values
             slopes = self._of_others(of_events[..., -1], tail - logsumexp, stats.entropy, slopes)
             stats = self._events.others.of_softmax()
             rows = rows.among(rows.active & (tail != float("-inf")))  # else there is no softmax
-        values = values * self._derivative()
+        values = values * rows.exponent_slopes(self._events.logits.to(values.dtype))
         if all(slope is None for slope in slopes):
             self._logits.zero_()
         else:
@@ -132,16 +132,6 @@ class TopKRows:
             result = result - of_entropy * (log_share + (entropy - self._events.others.entropy))
         return of_logprob, of_entropy, result
 
-    def _policy(self, log_q: Tensor, entropy: Tensor, slopes: Slopes) -> Tensor:
-        """Return dL/dz of the K tokens through the student's statistics."""
-        of_logprob, of_entropy, of_logsumexp = (
-            0.0 if slope is None else slope[..., None] for slope in slopes
-        )
-        q = log_q.exp()
-        finite = torch.where(q == 0, 0.0, log_q)
-        result = torch.where(self._is_token(), -log_q.expm1(), -q) * of_logprob
-        return result + of_logsumexp * q - of_entropy * q * (finite + entropy[..., None])
-
     def _is_token(self) -> Tensor:
         """Return which of the teacher's tokens are the rows' own."""
         return self._teacher_ids == self._token_ids[..., None]
@@ -161,27 +151,6 @@ class TopKRows:
         rows = Rows(events, self._rows.backend, None)
         logprobs = logprobs.to(exponents.dtype).contiguous()
         return pair_of(rows, exponents.contiguous(), logprobs, as_they_are, self._beta)
-
-    def _temperature(self) -> Tensor | float:
-        rows = self._rows.arguments
-        if rows.temperatures is None:
-            return rows.temperature
-        return torch.where(self._rows.active, rows.temperatures, 1.0)[..., None]
-
-    def _scaled(self, logits: Tensor) -> Tensor:
-        real = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        rows = self._rows.arguments
-        z = reference.squashed(logits.to(real), rows)
-        return z * (1.0 if rows.logit_softcap else rows.logit_scale) / self._temperature()
-
-    def _derivative(self) -> Tensor | float:
-        """Return dz/dlogits of the K tokens."""
-        rows = self._rows.arguments
-        raw_gain = rows.logit_scale / self._temperature()
-        if not rows.logit_softcap:
-            return raw_gain
-        x = self._events.logits.to(self._events.exponents.dtype)
-        return raw_gain * reference.squash_slope(x, rows)
 
     def _put(self, target: Tensor, values: Tensor) -> None:
         """Write values to the columns of the K tokens that belong to this rank."""
