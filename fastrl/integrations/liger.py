@@ -1,4 +1,4 @@
-"""Liger's fused GRPO and distillation losses on fastrl, with the same constructors and calls.
+"""Liger's fused losses on fastrl, with the same constructors and calls: GRPO, JSD, score centering.
 
 from fastrl.integrations.liger import LigerFusedLinearGRPOLoss, LigerFusedLinearJSDLoss
 """
@@ -21,11 +21,17 @@ from fastrl.integrations.liger_distillation import (
 from fastrl.integrations.liger_distillation import (
     LigerFusedLinearJSDLoss as LigerFusedLinearJSDLoss,
 )
+from fastrl.integrations.liger_score_centering import SUPPORT as _CENTERING
+from fastrl.integrations.liger_score_centering import ISCorrection as ISCorrection
+from fastrl.integrations.liger_score_centering import (
+    LigerFusedLinearScoreCenteringLoss as LigerFusedLinearScoreCenteringLoss,
+)
 from fastrl.integrations.trl_objective import trl_objective
 
-SUPPORT = [*liger_rules.SUPPORT, *_DISTILLATION]
+SUPPORT = [*liger_rules.SUPPORT, *_DISTILLATION, *_CENTERING]
 TESTED = (
-    "Tested with liger-kernel 0.8.5: losses, metrics and gradients of its chunked paths on a CPU."
+    "Tested with liger-kernel 0.8.5: losses, metrics and gradients of its chunked paths on a CPU; "
+    "score centering with the nightly of 27 October 2026, its kernel interpreted on a CPU."
 )
 
 
@@ -253,16 +259,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     def _normalizer(self, mask: Tensor, count: float | Tensor | None) -> Tensor | None:
         if self.loss_type not in ("dapo", "cispo", "vespo"):
             return None
-        ranks, several = 1, torch.distributed.is_available() and torch.distributed.is_initialized()
-        if several:
-            ranks = torch.distributed.get_world_size()
-        if count is None:
-            tokens = mask.sum(dtype=torch.float32)
-            if several:
-                torch.distributed.all_reduce(tokens)
-        else:
-            tokens = torch.as_tensor(count, dtype=torch.float32, device=mask.device)
-        return (tokens / ranks).clamp(min=1.0)
+        return liger_rules.tokens_of_rank(mask, count)
 
     @torch.no_grad()
     def _clip_ratio(

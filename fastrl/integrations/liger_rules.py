@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from fastrl.integrations.support import Support
 from fastrl.integrations.trl_objective import LOSS_TYPES
 
@@ -79,3 +82,17 @@ def refuse(loss_type: str, level: str, beta: float, max_completion_length: int |
         )
     if loss_type == "dr_grpo" and max_completion_length is None:
         raise ValueError("max_completion_length is needed with loss_type dr_grpo, got None")
+
+
+def tokens_of_rank(mask: Tensor, count: float | Tensor | None) -> Tensor:
+    """Return the tokens of the batch divided by the number of ranks; `count` is of all ranks."""
+    ranks, several = 1, torch.distributed.is_available() and torch.distributed.is_initialized()
+    if several:
+        ranks = torch.distributed.get_world_size()
+    if count is None:
+        tokens = mask.sum(dtype=torch.float32)
+        if several:
+            torch.distributed.all_reduce(tokens)
+    else:
+        tokens = torch.as_tensor(count, dtype=torch.float32, device=mask.device)
+    return (tokens / ranks).clamp(min=1.0)
