@@ -92,6 +92,8 @@ SIMPLEST: dict[str, Any] = {
     "normalizer": None,
     "groups": None,
     "groups_dtype": "int64",  # of the ids of sequences
+    "sampler": None,  # or how the sampler's distribution is drawn: score centering
+    "sampler_dtype": "float32",
     # values, advantages, means
     "second_dtype": "like",  # of the values of gae, the returns of value_loss
     "third_dtype": "like",  # of bootstrap and old values

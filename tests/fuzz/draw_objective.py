@@ -16,6 +16,7 @@ AGGREGATIONS = (
 )
 #: Aggregations that need no sequences, for packed tokens whose sequences are unknown.
 OF_TOKENS = AGGREGATIONS[:2]
+SHARE_CENTERED = 0.25
 DISTANCES = ("equal", "near", "far", "bounds", "huge")
 
 
@@ -46,7 +47,7 @@ def objective_options(chance: Chance, function: str, options: dict) -> dict[str,
     rollout = chance.pick(DISTANCES) if full["rollout_correction"] else None
     if not rollout and uses_rollout and chance.of(0.5):
         rollout = chance.pick(DISTANCES)
-    return {
+    drawn = {
         "objective": objective,
         "convention": convention,
         "fields": fields,
@@ -59,6 +60,45 @@ def objective_options(chance: Chance, function: str, options: dict) -> dict[str,
         "advantages": chance.pick(("token", "sequence")),
         **needs,
         **(_of_tokens(chance) if options["layout"] == "packed" else {}),
+    }
+    # of its own numbers, so that the other options are as they were
+    own = Chance(f"centering {options['seed']}")
+    if function != "policy_loss" and objective not in OWN and own.of(SHARE_CENTERED):
+        drawn |= _centering(own, usual, drawn, options["layout"])
+    return drawn
+
+
+def _centering(chance: Chance, usual: dict, drawn: dict, layout: str) -> dict[str, Any]:
+    """Return what makes the objective one with score centering; nothing if none can be."""
+    if usual["surrogate"] == "gmpo" or usual["level"] != "token":
+        return {}
+    if usual["trust_region"] or usual["gamma_weights"]:
+        return {}
+    without = ("level", "kl_level", "trust_region", "gamma_weights")
+    fields = {name: x for name, x in drawn["fields"].items() if name not in without}
+    corrections = list(fields.get("rollout_correction", ()))
+    if not corrections and chance.of(0.6):
+        corrections = [_correction(chance) for _ in range(1 if chance.of(0.8) else 2)]
+    weights = [one for one in corrections if one["kind"] != "filter"][:1]
+    corrections = weights + [one for one in corrections if one["kind"] == "filter"]
+    for one in corrections:
+        if one["kind"] != "filter" or layout == "packed":
+            one["level"] = "token"
+    old, rollout = drawn["old"], drawn["rollout"]
+    if corrections:
+        fields["rollout_correction"] = corrections
+        rollout = rollout or chance.pick(DISTANCES)
+    of_tokens = any(one["level"] == "token" for one in corrections)
+    if of_tokens or usual["surrogate"] in ("ppo_clip", "sapo"):
+        old = None
+    elif usual["surrogate"] == "cispo":
+        old = chance.pick((None, *DISTANCES))
+    return {
+        "fields": {**fields, "score_centering": True},
+        "old": old,
+        "rollout": rollout,
+        "sampler": chance.pick(("equal", "near", "far", "bounds", "own")),
+        "sampler_dtype": chance.weighed({"float32": 4, "bfloat16": 1, "float16": 1, "float64": 1}),
     }
 
 

@@ -121,7 +121,7 @@ def examine_linear_stats(trial: Trial) -> None:
 
 def examine_linear_policy_loss(trial: Trial) -> None:
     case, call = trial.case, LinearCall(trial)
-    oracle, inputs = call.oracle, policy_inputs(call.rows, call.oracle)
+    oracle, inputs = call.oracle, policy_inputs(trial, call.rows, call.oracle)
     without = {} if case.metrics else {"metrics": False}
     result = call.made(trial, **inputs.arguments(), **token_options(call.rows), **without)
     loss = inputs.expected(oracle.logprobs, oracle.entropy, oracle.arithmetic, trial.doubts)
@@ -134,7 +134,7 @@ def examine_linear_policy_loss(trial: Trial) -> None:
     expect_loss(trial, result, unbounded(loss.loss, unseen.any()), metrics)
     if trial.backward(call.moving, [result.loss], [upstream(case, result.loss)]):
         dx = unbounded(row_gradient(oracle, loss, case), unseen[:, None])
-        idle = _idle(loss.slope, loss.entropy_slope) & ~unseen
+        idle = _idle(loss.slope, loss.entropy_slope, loss.score_factor) & ~unseen
         by = UPSTREAM[case.upstream]
         trial.expect_gradients(call.moving, call.gradients(dx, idle, abs(by)), by)
 

@@ -11,6 +11,7 @@ from .oracle.policy import Loss
 from .oracle.rows import Rows
 from .policy_data import PolicyInputs, entropy_of, logprobs_of
 from .rows_data import LogitRows, ids_tensor, logits_of, rows_of, token_options
+from .sampler import sampler_of
 from .tokens import flat_tensor, token_tensor, tokens_of
 from .trial import Trial
 
@@ -47,7 +48,7 @@ def examine_logits_policy_loss(trial: Trial) -> None:
     rows = rows_of(case)
     logits, tensor = logits_of(rows)
     oracle = rows.oracle(trial, logits)
-    inputs = policy_inputs(rows, oracle)
+    inputs = policy_inputs(trial, rows, oracle)
     leaf = trial.leaf(tensor)
     given = leaf * 1 if case.inplace else leaf  # what is given away is no leaf
     arguments = {**inputs.arguments(), **token_options(rows), **inplace_option(case, "inplace")}
@@ -67,11 +68,14 @@ def inplace_option(case: Case, name: str) -> dict[str, bool]:
     return {name: True} if case.inplace else {}
 
 
-def policy_inputs(rows: LogitRows, oracle: Rows) -> PolicyInputs:
+def policy_inputs(trial: Trial, rows: LogitRows, oracle: Rows) -> PolicyInputs:
     """Return the inputs beside the log-probabilities that the oracle makes."""
     logprobs = np.zeros(rows.tokens.total)
     logprobs[rows.active] = oracle.logprobs.value
-    return PolicyInputs(rows.case, rows.tokens, rows.active, logprobs)
+    inputs = PolicyInputs(rows.case, rows.tokens, rows.active, logprobs)
+    if rows.case.sampler is not None:
+        inputs.top, inputs.score = sampler_of(trial, rows, oracle, inputs)
+    return inputs
 
 
 def expect_loss(trial: Trial, result: Any, loss: Bounded, metrics: dict[str, Bounded]) -> None:
@@ -82,11 +86,16 @@ def expect_loss(trial: Trial, result: Any, loss: Bounded, metrics: dict[str, Bou
 def row_gradient(oracle: Rows, loss: Loss, case: Case) -> Bounded:
     """Return dL/dx of the active rows."""
     nothing = Bounded(np.zeros(oracle.n), 0.0, oracle.arithmetic)
-    slopes = (loss.slope, loss.entropy_slope)
-    gradient = oracle.gradient(*(scaled(slope, case) for slope in slopes), nothing)
+    slopes = (loss.slope, loss.entropy_slope, loss.score_factor)
+
+    def of(slope: Bounded, entropy_slope: Bounded, factor: Bounded) -> Bounded:
+        gradient = oracle.gradient(slope, entropy_slope, nothing)
+        return gradient if loss.score is None else gradient + loss.score.gradient(factor)
+
+    gradient = of(*(scaled(slope, case) for slope in slopes))
     if UPSTREAM[case.upstream] != 0:
         return gradient
-    made = oracle.gradient(*slopes, nothing)  # before it is multiplied by 0
+    made = of(*slopes)  # before it is multiplied by 0
     return unbounded(gradient, ~np.isfinite(made.error))
 
 

@@ -11,9 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastrl import TopKLogprobs
+
 from .case import Case
 from .objectives import objective_fields, objective_of, own_term
 from .oracle.bounded import Arithmetic, Bounded, Doubts
+from .oracle.centering import Centering
 from .oracle.policy import Loss, policy_loss
 from .oracle.tokens import Tokens as ValidTokens
 from .oracle.tokens import Weighing, term_weights
@@ -159,6 +162,8 @@ class PolicyInputs:
         self.ref = beside(case, "ref", logprobs, self.fields)
         sampled = logprobs if self.old is None else self.old
         self.rollout = beside(case, "rollout", sampled, self.fields)
+        self.top: TopKLogprobs | None = None
+        self.score: Centering | None = None
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments that all policy losses share, as tensors."""
@@ -175,6 +180,8 @@ class PolicyInputs:
                 given[f"{name}_logprobs"] = self._tensor(values, "token")
         if self.policy_weights is not None:
             given["policy_weights"] = self._tensor(self.policy_weights, case.policy_weights)
+        if self.top is not None:
+            given["rollout_top_k"] = self.top
         return given
 
     def _tensor(self, values: np.ndarray, level: str) -> Tensor:
@@ -207,7 +214,8 @@ class PolicyInputs:
         weighing = weighing_of(self.case, self.tokens, self.valid, self.fields)
         normalizers = {term: normalizer_of(self.case, term) for term in ("policy", "kl", "entropy")}
         weights = term_weights(weighing, self.fields, normalizers, arithmetic)
-        return policy_loss(inputs, self.fields, weights, doubts, own_term(self.case))
+        function = own_term(self.case)
+        return policy_loss(inputs, self.fields, weights, doubts, function, self.score)
 
 
 def weighing_arguments(case: Case, tokens: Tokens) -> dict[str, Any]:

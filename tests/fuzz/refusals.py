@@ -27,6 +27,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "chunk_tokens": (0, 1.5),
     "outputs": (("logprob",),),
     "objective": ("pppo", 1.0),
+    "rollout_top_k": (1.0,),
     "backend": ("gpu",),
     "gamma": (1.5, -0.1),
     "lam": (1.5,),

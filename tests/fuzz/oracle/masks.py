@@ -19,7 +19,8 @@ def rollout_weights(
         if kinds is not None and correction["kind"] not in kinds:
             continue
         of_level = LEVELS[correction["level"]]
-        bounded = _bounded(tokens, correction["estimator"])
+        old = tokens.logprobs if tokens.old is None else tokens.old
+        bounded = estimate(difference(old, tokens.rollout), correction["estimator"])
         if of_level is not None:
             bounded = of_level(bounded, tokens.sequence, tokens.count)
         if correction["estimator"] == "ratio":
@@ -34,10 +35,8 @@ def rollout_weights(
 LEVELS = {"token": None, "sequence": sums, "geometric": means, "max": maxima}
 
 
-def _bounded(tokens: Tokens, estimator: str) -> Bounded:
-    """Return the log-ratio, or the estimate of a KL, of each token."""
-    old = tokens.logprobs if tokens.old is None else tokens.old
-    log = difference(old, tokens.rollout)
+def estimate(log: Bounded, estimator: str) -> Bounded:
+    """Return what a correction bounds of log ratios: these, or estimates of a KL."""
     if estimator == "ratio":
         return log
     log = held(-log if estimator == "reverse-k3" else log, -SATURATION, SATURATION)[0]

@@ -13,6 +13,7 @@ import numpy as np
 
 from . import terms
 from .bounded import Bounded, Decision, Doubts, choose, unbounded, where
+from .centering import Centering
 from .functions import exp, expm1, held, mean
 from .masks import (
     gamma_weights,
@@ -33,6 +34,9 @@ class Loss:
     slope: Bounded
     entropy_slope: Bounded
     metrics: dict[str, Bounded]
+    #: the factor of the sampler's expected score, whose gradient is added to that of the slopes
+    score_factor: Bounded
+    score: Centering | None = None
 
 
 #: The term of a user-defined objective.
@@ -72,6 +76,7 @@ def policy_loss(
     weights: Weights,
     doubts: Doubts,
     function: Function | None = None,
+    score: Centering | None = None,
 ) -> Loss:
     """Return the expected results."""
     ratio = log_ratio(tokens, fields)
@@ -88,12 +93,12 @@ def policy_loss(
         factors = rollout_weights(tokens, fields, doubts, ("truncate", "mask"))
         gamma = gamma_weights(tokens, fields, factors)
     off, top = off_policy(tokens, fields, doubts), top_entropy(tokens, fields, doubts)
-    weight = weights.policy
-    for factor in (of_policy, gamma, tokens.policy_weights):
-        weight = weight if factor is None else weight * factor
-    for dropped in (outside_trust_region(tokens, fields, doubts), off, top):
-        if dropped is not None:
-            weight = choose(dropped, zeros(weight), weight)
+    drops = [
+        dropped
+        for dropped in (outside_trust_region(tokens, fields, doubts), off, top)
+        if dropped is not None
+    ]
+    weight = _weight(weights.policy, (of_policy, gamma, tokens.policy_weights), drops)
     policy = _times(weight, _finite_where_weightless(weight, term.value), doubts)
     through, own = (_times(weight, part, doubts) for part in (term.through, term.own))
     infinite = np.isinf(tokens.advantages.value)
@@ -109,6 +114,17 @@ def policy_loss(
         slope = unbounded(slope, np.isnan(policy.value))
     slope = unbounded(slope, np.isinf(tokens.logprobs.error))  # one that may have become infinite
     loss = policy.sum()
+    score_factor = zeros(weight)
+    if score is not None:
+        of_sequences = [c for c in fields["rollout_correction"] or () if c["level"] != "token"]
+        common = rollout_weights(tokens, fields | {"rollout_correction": of_sequences}, doubts)
+        common = _weight(weights.policy, (common, tokens.policy_weights), drops)
+        score_factor = _finite_where_weightless(common, common * tokens.advantages)
+        part = score_factor * score.term
+        idle = (score_factor.value == 0) & (score_factor.error == 0)
+        of_score = unbounded(where(idle, zeros(part), part), infinite).sum()
+        score_factor = unbounded(score_factor, infinite)
+        loss = loss + of_score
     kl = None
     if tokens.ref is not None:
         kl = _kl_term(tokens, ratio, fields)
@@ -126,10 +142,22 @@ def policy_loss(
     if fields["entropy_coef"]:
         bonus = entropy_slope * tokens.entropy
         loss = loss + (bonus if top is None else choose(top, zeros(bonus), bonus)).sum()
-    metrics = _metrics(tokens, ratio, term, kl, slope, entropy_slope) | {
-        "policy_loss": policy.sum()
-    }
-    return Loss(loss, slope, entropy_slope, metrics)
+    still = _zero(slope) & _zero(entropy_slope) & _zero(score_factor)
+    metrics = _metrics(tokens, ratio, term, kl, still) | {"policy_loss": policy.sum()}
+    if score is not None:
+        metrics["policy_loss"] = policy.sum() + of_score
+        found = (score.mass, score.head_kl, _share(_zero(weight), ratio.x))
+        names = ("centering_mass", "head_kl", "zero_weight_fraction")
+        metrics |= {name: _mean(x) for name, x in zip(names, found, strict=True)}
+    return Loss(loss, slope, entropy_slope, metrics, score_factor, score)
+
+
+def _weight(weight: Bounded, factors: tuple[Bounded | None, ...], drops: list[Decision]) -> Bounded:
+    for factor in factors:
+        weight = weight if factor is None else weight * factor
+    for dropped in drops:
+        weight = choose(dropped, zeros(weight), weight)
+    return weight
 
 
 def _term(tokens: Tokens, ratio: Ratio, fields: dict, function: Function | None) -> Term:
@@ -217,13 +245,11 @@ def _metrics(
     ratio: Ratio,
     term: Term,
     kl: Term | None,
-    slope: Bounded,
-    entropy_slope: Bounded,
+    still: Decision,
 ) -> dict[str, Bounded]:
     """Means over the valid tokens; all 0 where there is none."""
     r = exp(ratio.x)
     entropy = -tokens.logprobs if tokens.entropy is None else tokens.entropy
-    still = _zero(slope) & _zero(entropy_slope)
     of_tokens = {
         **({} if kl is None else {"kl": kl.value}),
         "kl_old": expm1(ratio.own) - ratio.own,
@@ -235,12 +261,16 @@ def _metrics(
         "zero_grad_fraction": _share(still, r),
     }
     n = len(r.value)
-    metrics = {name: mean(x) if n else x.sum() for name, x in of_tokens.items()}
+    metrics = {name: _mean(x) for name, x in of_tokens.items()}
     metrics["active_tokens"] = Bounded(float(n), 0.0, r.arithmetic)
     for name, extreme in (("ratio_max", np.max), ("ratio_min", np.min)):
         value = extreme(r.value) if n else 0.0
         metrics[name] = Bounded(value, r.error.max() if n else 0.0, r.arithmetic)
     return metrics
+
+
+def _mean(x: Bounded) -> Bounded:
+    return mean(x) if len(x.value) else x.sum()
 
 
 def _zero(x: Bounded) -> Decision:
