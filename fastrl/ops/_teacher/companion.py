@@ -45,7 +45,7 @@ class Companion:
             compared = pair_of(rows, logits, given, teacher.scaling, teacher.beta)
         if not self._sampler.given():
             return compared
-        sampler = each_tensor(lambda x: x.view(*rows.active.shape, -1), self._sampler)
+        sampler = each_tensor(lambda x: x.view(*rows.active.shape, x.shape[-1]), self._sampler)
         tokens = SamplerTokens(rows, self._token_ids, logits, sampler, self._parts, None)
         return CenteredRows(tokens, logits, compared)
 
