@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastrl import reference
 from fastrl.contract import METRICS, CenteringStats, LossArguments
 
 
@@ -29,10 +30,10 @@ def add_centering(
     def mean(values: Tensor) -> Tensor:
         return torch.where(active, values.detach(), 0).sum(dtype=metrics.dtype) / count
 
-    factors = arguments.policy_weights
-    dropped = torch.zeros_like(active) if factors is None else factors == 0
-    if dropped.shape != active.shape:  # one factor per sequence
-        dropped = torch.zeros_like(active)
+    dropped = torch.zeros_like(active)
+    if arguments.policy_weights is not None:
+        sequences = reference.sequences_of(active, arguments.cu_seqlens)
+        dropped = sequences.per_token(arguments.policy_weights, active) == 0
     values = dict(zip(METRICS, metrics.unbind(), strict=True))
     values["policy_loss"] = values["policy_loss"] + term.detach()
     values["zero_grad_fraction"] = mean(still)
