@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import exp, inf
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from fastrl.objective import Objective
 from fastrl.objective.rollout_correction import RolloutCorrection
 from fastrl.ops._arguments import NO_SAMPLER, SamplerArguments
 from fastrl.ops._lens.kept_outputs import listed
+from fastrl.reference.objectives import MAX_LOG_RATIO
 from fastrl.reference.rollout_correction import numbers_of
 
 _NOTHING = float("-inf")
@@ -336,7 +338,11 @@ def sampler_arguments(
         )
     if old_logprobs is not None and objective.surrogate == "cispo":
         c = objective.arguments.coefficients
-        weights = [RolloutCorrection(low=max(0.0, 1 - c.clip_low), high=1 + c.clip_high)]
+        low, high = (
+            min(max(inf if x > MAX_LOG_RATIO else exp(x), 1 - c.clip_low), 1 + c.clip_high)
+            for x in (-c.log_ratio_low, c.log_ratio_high)
+        )
+        weights = [RolloutCorrection(low=low, high=high)] if low < high else []  # else w is 1
     _check_fields(top, "rollout_top_k")
     for name, value in top._asdict().items():
         on_device(f"rollout_top_k.{name}", value, token_ids, "token_ids")
