@@ -62,7 +62,9 @@ def sampler_of(
 def weights_of(inputs: PolicyInputs) -> list[dict]:
     """Return the corrections by which tokens of the sampler are weighed."""
     fields = inputs.fields
-    if fields["surrogate"] == "cispo" and inputs.old is not None:  # by the clipped ratio
-        low, high = max(0.0, 1 - fields["clip_low"]), 1 + fields["clip_high"]
+    if fields["surrogate"] == "cispo" and inputs.old is not None:  # by the bounded ratio
+        clamp = fields["log_ratio_clamp"]
+        ends = clamp if isinstance(clamp, tuple) else (-(clamp or inf), clamp or inf)
+        low, high = np.clip(np.exp(ends), 1 - fields["clip_low"], 1 + fields["clip_high"])
         return [{"kind": "truncate", "estimator": "ratio", "low": low, "high": high}]
     return [one for one in fields["rollout_correction"] or () if one["level"] == "token"]
