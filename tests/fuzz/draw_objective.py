@@ -97,7 +97,7 @@ def _centering(chance: Chance, usual: dict, drawn: dict, layout: str) -> dict[st
         "fields": {**fields, "score_centering": True},
         "old": old,
         "rollout": rollout,
-        "sampler": chance.pick(("equal", "near", "far", "bounds", "own")),
+        "sampler": chance.pick(("equal", "near", "far", "bounds", "own", "tail")),
         "sampler_dtype": chance.weighed({"float32": 4, "bfloat16": 1, "float16": 1, "float64": 1}),
     }
 

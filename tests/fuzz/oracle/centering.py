@@ -60,7 +60,7 @@ class Centering:
             np.where(excluded, 0.0, rows.log_p_error[place] + 2 * top),
             u,
         )
-        p_error = rows.p_error + (rows.p + rows.p_error) * np.expm1(np.minimum(2 * top, 9.0))
+        p_error = rows.p_error + (rows.p + rows.p_error) * np.expm1(np.minimum(2 * top, 1.0))
         p = Bounded(*(np.where(excluded, 0.0, x[place]) for x in (rows.p, p_error)), u)
         log_q = constant(np.where(absent, -np.inf, sampled), u)
         q = exp(log_q)
