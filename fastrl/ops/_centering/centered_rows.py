@@ -120,9 +120,12 @@ class CenteredRows:
 
     def write_gradient(self, upstream: Upstream, *, narrow: bool = False) -> None:
         """Overwrite the logits with dL/dlogits."""
-        self._others.write_gradient(self._with_score(upstream), narrow=narrow)
-        target = gradient_of(self._logits[0], narrow=True)[None] if narrow else self._logits
-        self._write(target, upstream)
+        logits, alone = self._logits, isinstance(self._others, RowsAlone)
+        self._others.write_gradient(self._with_score(upstream), narrow=narrow and alone)
+        narrowed = gradient_of(logits[0], narrow=narrow)[None]
+        self._write(narrowed if alone else logits, upstream)
+        if narrow and not alone:  # rounded once large slopes have cancelled
+            narrowed.copy_(logits.clone())
 
     def _score(self, stats: SoftmaxStats) -> reference.ExpectedScore:
         """Return the expected score; all calls have the same statistics."""

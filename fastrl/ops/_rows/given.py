@@ -46,6 +46,11 @@ class GivenRows:
         pieces = [*self.order.pieces(0, self.order.with_gradient)]
         # rows of the whole vocabulary, and whether they keep their place
         self._whole, self._in_place = inputs.active, self.companion.in_place()
+        self._dtype = logits.dtype  # of copies
+        if inputs.sampler.given() and inputs.teacher.given():
+            # slopes of the score may be large and cancel, which rounded gradients could not
+            self._dtype = inputs.source.dtype()
+            self._in_place &= self._dtype == logits.dtype
         if kept is not None:
             self._whole = inputs.active & (kept.counts == 0).reshape(inputs.active.shape)
             self._in_place &= any(width is None for _, width in pieces)
@@ -85,9 +90,9 @@ class GivenRows:
         for place in self._copies:
             index, rows, columns = self._ordered.at(place)
             if columns is None:
-                logits = rows_of(self._logits, index).clone()
+                logits = rows_of(self._logits, index).to(self._dtype, copy=True)
             else:
-                logits = kept_columns(self._logits, index, columns.ids)
+                logits = kept_columns(self._logits, index, columns.ids).to(self._dtype)
             yield Chunk(place, index, rows, logits[None], columns, None)
         if self._in_place:
             rows = self._rows.among(self._whole)
@@ -116,7 +121,7 @@ class GivenRows:
             self._gathered.append(chunk)
         else:
             target = self._target()
-            target[place_of(target, chunk.where)] = chunk.logits[0]
+            target[place_of(target, chunk.where)] = chunk.logits[0].to(target.dtype)
 
     def _target(self) -> Tensor:
         if self._gradient is None:
@@ -139,5 +144,5 @@ class GivenRows:
             values = chunk.logits[0].masked_fill_(ids < 0, 0.0)
             b, t = place_of(target, chunk.where)
             place = b[:, None], t[:, None], ids.clamp(min=0).to(torch.int64)
-            target.index_put_(place, values, accumulate=True)
+            target.index_put_(place, values.to(target.dtype), accumulate=True)
         return [target]
