@@ -100,4 +100,4 @@ def weighted_mass(
             estimate = token_estimate(logprobs, sampler_logprobs, correction)
             outside, _ = outside_bounds(estimate, correction)
             result = torch.where(outside, 0.0, result)
-    return result
+    return torch.where(q.isnan(), q, result)  # comparisons with NaN are false
