@@ -71,6 +71,13 @@ OBJECTIVES = {
         kl_coef=0.1,
     ),
 }
+#: With the sampler's most likely tokens: in one pass over the rows, and in two.
+CENTERED = {
+    "centered": Objective.preset("reinforce", score_centering=True, kl_coef=0.1, entropy_coef=0.05),
+    "centered by weights": Objective.preset(
+        "ppo", score_centering=True, rollout_correction=RolloutCorrection(low=0.7, high=1.4)
+    ),
+}
 #: Those of the forms that make the log-probabilities themselves, and of the slower backends.
 FEW = ("ppo", "gspo", "gmpo", "m2po", "vespo", "by term", "function")
 
@@ -98,6 +105,9 @@ class Entry(NamedTuple):
     def call(self, backend, inputs, **more):
         """The results that are tensors, by name, without those that are passed on."""
         given = {**inputs, **self.options, **more}
+        if "sampler_ids" in given:
+            sampler = given.pop("sampler_ids"), given.pop("sampler_logprobs")
+            given["rollout_top_k"] = fastrl.TopKLogprobs(*sampler)
         if "kept" in given:
             given["kept"] = fastrl.KeptTokens.from_padded(given["kept"])
         if "beta" in given:
@@ -174,7 +184,7 @@ def per_token(entry, inputs):
 
 def losses(names, function, leaves, form=None, *, kept=False, teacher=None, **options):
     for name in names:
-        o = OBJECTIVES[name]
+        o = {**OBJECTIVES, **CENTERED}[name]
         if teacher is not None:
             o = dataclasses.replace(o, teacher_coef=0.7)
         own = {"objective": o, **({"group_size": 1} if name == "prompt-mean" else {})}
@@ -205,6 +215,10 @@ ENTRIES = {
     **dict(losses(FEW, fastrl.logits_policy_loss, ("logits",), "logits")),
     **dict(losses(FEW, fastrl.linear_policy_loss, ("hidden", "weight"), "hidden", chunk_tokens=7)),
     **dict(losses(FEW[:2], fastrl.logits_policy_loss, ("logits",), "logits", kept=True)),
+    **dict(losses(CENTERED, fastrl.logits_policy_loss, ("logits",), "logits")),
+    **dict(
+        losses(CENTERED, fastrl.linear_policy_loss, ("hidden", "weight"), "hidden", chunk_tokens=7)
+    ),
     **dict(
         losses(
             FEW[:2], fastrl.logits_policy_loss, ("logits",), "logits", teacher="logits", beta=1.0
@@ -355,6 +369,7 @@ ON_GPUS = (
     *("policy_loss ppo", "policy_loss gspo", "policy_loss gmpo", "policy_loss by term"),
     *("logits_policy_loss ppo", "logits_policy_loss gspo", "token_logprobs", "token_stats outputs"),
     *("token_stats logits beside", "token_divergence logits 0", "token_divergence logits 0.1"),
+    *("logits_policy_loss centered", "logits_policy_loss centered by weights"),
     *("gae", "gae by token", "group_advantages mean group", "group_advantages mean batch"),
 )
 

@@ -76,6 +76,8 @@ def beside(o, logprobs):
         for name in names
         if name.endswith("logprobs")
     }
+    if o.score_centering:
+        del given["old_logprobs"]
     given["policy_weights"] = normal(B, T, dtype=logprobs.dtype).abs()
     by_token = o.aggregation in ("token-mean", "prompt-mean")
     given["advantages"] = normal(*((B, T) if by_token else (B,)), dtype=logprobs.dtype)
@@ -140,6 +142,11 @@ def rows(form, *, scored, kept=False, teacher=None):
         logprobs = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
         given = given | beside(scored, logprobs)
         del given["policy_weights"]
+        if scored.score_centering:  # of a sampler near the policy, in half of the rows fewer
+            log_q = (logits + 0.3 * normal(B, T, VOCABULARY, dtype=dtype)).log_softmax(-1)
+            values, tokens = log_q.topk(4, -1)
+            tokens[:, ::2, 3:] = -1
+            given |= {"sampler_ids": tokens, "sampler_logprobs": values, "mask": given.pop("mask")}
         return given
 
     return draw

@@ -15,7 +15,7 @@ from fastrl import Objective
 from fastrl.reference import row_blocks
 from tests.fuzz.tokens import laid_out
 from tests.ops.closeness import assert_close, assert_same
-from tests.ops.entry_points import ENTRIES, FEW, OBJECTIVES, entries, outcome
+from tests.ops.entry_points import CENTERED, ENTRIES, FEW, OBJECTIVES, entries, outcome
 from tests.ops.inputs import beside, make_logprobs
 
 pytestmark = [
@@ -26,7 +26,8 @@ pytestmark = [
 
 
 def with_few_objectives(entry):
-    return entry.options.get("objective") in [None, *(OBJECTIVES[name] for name in FEW)]
+    few = [None, *(OBJECTIVES[name] for name in FEW), *CENTERED.values()]
+    return entry.options.get("objective") in few
 
 
 each = entries(with_few_objectives)

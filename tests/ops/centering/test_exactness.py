@@ -1,0 +1,217 @@
+"""Where score centering is exact or has no effect, rows with hardly a tail, and expectations."""
+
+import math
+
+import pytest
+import torch
+
+import fastrl
+from fastrl import RolloutCorrection, Teacher, TopKLogprobs
+from tests.ops.centering.centered_losses import (
+    WEIGHTS,
+    B,
+    K,
+    T,
+    V,
+    centered,
+    drawn,
+    exact_loss,
+    factors,
+    weight_at,
+    without,
+)
+from tests.ops.closeness import assert_same
+
+pytestmark = pytest.mark.kernels
+
+
+def outcome(logits, backend, **given):
+    """A loss of logits, its metrics and the gradient."""
+    leaf = logits.clone().requires_grad_()
+    result = fastrl.logits_policy_loss(leaf, **given, backend=backend)
+    result.loss.backward()
+    return {"loss": result.loss.detach(), "d": leaf.grad, **result.metrics}
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_the_whole_vocabulary_gives_the_expectation(backend, kind):
+    o = centered("reinforce", *WEIGHTS[kind])
+    logits, given, _, _ = drawn(o)
+    log_q = (logits.double() + torch.randn(B, T, V)).log_softmax(-1)
+    ids = torch.rand(B, T, V).argsort(-1)
+    top = TopKLogprobs(ids, log_q.gather(-1, ids))
+    given["rollout_logprobs"] = log_q.gather(-1, given["token_ids"][..., None])[..., 0].float()
+    if not o.rollout_corrections:
+        del given["rollout_logprobs"]
+    found = outcome(logits, backend, **given, rollout_top_k=top)["d"]
+    plain = outcome(logits, backend, **given | {"objective": without(o)})["d"]
+    leaf = logits.double().requires_grad_()
+    log_p = leaf.log_softmax(-1)
+    expected = (log_q.exp() * weight_at((log_p.detach() - log_q).exp(), o) * log_p).sum(-1)
+    (factors(given, o) * expected).sum().backward()
+    exact = plain.double() + leaf.grad
+    assert (found - exact).abs().max() <= 5e-7 * max(exact.abs().max(), leaf.grad.abs().max())
+
+
+@pytest.mark.parametrize("count", [1, K, V])
+def test_weights_without_bounds_change_nothing(backend, count):
+    """C is 0 to the last bit, and a gradient the rounding of p (1 - sum p - tail)."""
+    o = centered("reinforce", *WEIGHTS["unbounded"])
+    logits, given, top, _ = drawn(o, count=count)
+    found = outcome(logits, backend, **given, rollout_top_k=top)
+    wanted = outcome(logits, backend, **given | {"objective": without(o)})
+    assert found["loss"] == wanted["loss"]
+    assert found["policy_loss"] == wanted["policy_loss"]
+    assert (found["d"] - wanted["d"]).abs().max() <= 4e-7 * wanted["d"].abs().max()
+
+
+def test_rows_without_tokens_are_as_without_centering(backend):
+    o = centered("ppo")
+    logits, given, top, _ = drawn(o)
+    absent = torch.zeros(B, T, dtype=torch.bool)
+    absent[0] = absent[2, 1] = True
+    top.token_ids[absent] = -1
+    top.logprobs[absent] = torch.tensor([0.0, torch.nan, torch.inf, -torch.inf, 5.0])
+    found = outcome(logits, backend, **given, rollout_top_k=top)
+    plain = outcome(logits, backend, **given | {"objective": without(o)})
+    assert (found["d"] - plain["d"])[absent].abs().max() <= 2e-7 * plain["d"].abs().max()
+    assert (found["d"] - plain["d"])[~absent & given["mask"]].abs().amax(-1).min() > 1e-5
+    top.token_ids.fill_(-1)
+    every = outcome(logits, backend, **given, rollout_top_k=top)
+    assert every["centering_mass"] == every["head_kl"] == 0
+    torch.testing.assert_close(every["loss"], plain["loss"], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("teacher", [False, True])
+@pytest.mark.parametrize("sequences", [False, True])
+def test_garbage_in_masked_rows_is_inert(backend, sequences, teacher):
+    """In one pass over the rows and in two."""
+    corrections = [*WEIGHTS["truncated"]]
+    if sequences:
+        corrections.append(RolloutCorrection(kind="filter", level="sequence", high=1e9))
+    o = centered("ppo", *corrections, teacher_coef=0.5 * teacher)
+    logits, given, top, _ = drawn(o)
+    if teacher:
+        given["teacher"] = Teacher.from_logits(torch.randn(B, T, V))
+    clean = outcome(logits, backend, **given, rollout_top_k=top)
+    masked = ~given["mask"]
+    logits[masked] = torch.nan
+    top.token_ids[masked] = torch.tensor([V + 5, 3, 3, -7, 2**40])
+    top.logprobs[masked] = torch.tensor([torch.nan, torch.inf, 9.0, -1.0, 0.0])
+    given["rollout_logprobs"][masked] = torch.nan
+    assert_same(outcome(logits, backend, **given, rollout_top_k=top), clean)
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_tokens_of_probability_zero(backend, kind):
+    """The policy's, the sampler's, and both: constants of the loss."""
+    o = centered("reinforce", *WEIGHTS[kind])
+    logits, given, top, _ = drawn(o)
+    ids = top.token_ids.clamp(min=0)
+    logits.scatter_(-1, ids[..., :2], -torch.inf)
+    top.logprobs[..., 1:3] = -torch.inf
+    own = given["token_ids"][..., None]
+    given["mask"] &= logits.gather(-1, own)[..., 0].isfinite()
+    found = outcome(logits, backend, **given, rollout_top_k=top)
+    exact = logits.double().requires_grad_()
+    loss, _ = exact_loss(exact, given, top, factors(given, o))
+    loss.backward()
+    torch.testing.assert_close(found["loss"].double(), loss.detach(), rtol=1e-5, atol=1e-6)
+    bound = 2e-5 * exact.grad.abs().max()
+    assert (found["d"] - exact.grad).abs().max() <= bound
+    assert found["head_kl"] == torch.inf
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("beside", ["alone", "a teacher", "a teacher's tokens"])
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+def test_rows_with_hardly_a_tail(backend, form, beside, dtype):
+    """The policy's tail is 1e-3, the sampler's 0.3: alpha is 300.
+
+    1 - sum p has an error of 8 roundings of 1, which is relative to 1e-3 in alpha, and so in the
+    gradient of a token of the tail. Beside a teacher slopes of 300 cancel in float32.
+    """
+    rows, tail = 8, 1e-3
+    logits = torch.randn(1, rows, V)
+    logits[..., 0] = logits[..., 1:].logsumexp(-1) + math.log((1 - tail) / tail)
+    logits = logits.to(dtype)
+    ids = torch.stack([torch.zeros(rows), torch.arange(3, rows + 3)], -1).long()[None]
+    top = TopKLogprobs(ids, torch.tensor([0.5, 0.2]).log().expand(1, rows, 2))
+    o = centered("reinforce", teacher_coef=float(beside != "alone"))
+    given = {"token_ids": torch.arange(rows)[None] % 5, "advantages": torch.ones(1)}
+    given |= {"mask": torch.ones(1, rows), "objective": o}
+    if beside == "a teacher":
+        given["teacher"] = Teacher.from_logits(torch.randn(1, rows, V))
+    elif beside != "alone":
+        seen = torch.arange(3).expand(1, rows, 3)
+        given["teacher"] = Teacher.from_top_k(seen, torch.full((1, rows, 3), -2.0))
+    if form == "logits":
+        found = outcome(logits, backend, **given, rollout_top_k=top)["d"]
+    else:  # a head of unit vectors: its gradient is that of the logits
+        head = logits[0].T.contiguous().requires_grad_()
+        unit = torch.eye(rows, dtype=dtype)[None]
+        call = {**given, "rollout_top_k": top, "backend": backend}
+        fastrl.linear_policy_loss(unit, head, **call).loss.backward()
+        found = head.grad.T[None]
+    exact = logits.double().requires_grad_()
+    exact_loss(exact, given, top, factors(given, o))[0].backward()
+    error, size = (found - exact.grad).abs(), exact.grad.abs()
+    of_alpha, float32 = 8 * 2**-24 / tail, 2**-23
+    own = torch.finfo(dtype).eps if dtype != torch.float32 else 0.0
+    cancelled = 8 * float32 * 300 / rows if beside != "alone" else 1e-3 * float32
+    assert (error <= (of_alpha + own) * size + cancelled).all()
+    assert size.max() > 0.1
+
+
+DRAWS = 40_000
+
+
+def gradients(logits, log_q, top_ids, advantages_of, o):
+    """The gradient of the loss of each draw of a sampler, `[DRAWS, V]`."""
+    drawn_ids = torch.multinomial(log_q.exp(), DRAWS, replacement=True)
+    top = TopKLogprobs(top_ids.expand(DRAWS, -1), log_q[top_ids].expand(DRAWS, -1))
+    given = {"token_ids": drawn_ids, "advantages": advantages_of[drawn_ids], "objective": o}
+    given["mask"] = torch.ones(DRAWS)
+    if o.rollout_corrections:
+        given["rollout_logprobs"] = log_q[drawn_ids]
+    found = []
+    for objective, more in ((o, {"rollout_top_k": top}), (without(o), {})):
+        leaf = logits.expand(DRAWS, -1).clone().requires_grad_()
+        call = {**given, "objective": objective, **more}
+        fastrl.logits_policy_loss(leaf, **call).loss.backward()
+        found.append(DRAWS * leaf.grad.double())
+    return found
+
+
+def deviations(sample, expected):
+    """How many standard errors the mean of `[DRAWS, V]` is from what is expected, at most."""
+    errors = sample.std(0) / math.sqrt(DRAWS)
+    return float(((sample.mean(0) - expected).abs() / errors).max())
+
+
+@pytest.mark.kernels
+def test_on_policy_the_expected_gradient_is_unchanged():
+    logits, advantages = torch.randn(8), torch.randn(8)
+    log_p = logits.log_softmax(-1)
+    o = centered("reinforce")
+    with_term, plain = gradients(logits, log_p, log_p.topk(3).indices, advantages, o)
+    p = log_p.exp().double()
+    expected = -p * (advantages - (p * advantages).sum())
+    assert deviations(with_term, expected) < 4
+    assert deviations(plain, expected) < 4
+    assert expected.abs().max() > 0.05
+
+
+@pytest.mark.parametrize("kind", ["none", "truncated", "masked", "filtered"])
+def test_a_wrong_sampler_with_a_constant_advantage_does_not_drift(kind):
+    """The sampler's tail is in proportion to the policy's, as the tail of the model."""
+    logits = torch.randn(8)
+    p = logits.softmax(-1)
+    head = p.topk(3).indices
+    q = p.clone()
+    q[head] *= torch.tensor([0.5, 1.1, 2.4])
+    q /= q.sum()
+    o = centered("reinforce", *WEIGHTS[kind])
+    with_term, plain = gradients(logits, q.log(), head, torch.ones(8), o)
+    assert deviations(with_term, 0.0) < 4
+    assert deviations(plain, 0.0) > 20
