@@ -122,7 +122,7 @@ class CenteredRows:
         """Overwrite the logits with dL/dlogits."""
         logits, alone = self._logits, isinstance(self._others, RowsAlone)
         self._others.write_gradient(self._with_score(upstream), narrow=narrow and alone)
-        narrowed = gradient_of(logits[0], narrow=narrow)[None]
+        narrowed = gradient_of(logits[0], narrow=True)[None] if narrow else logits
         self._write(narrowed if alone else logits, upstream)
         if narrow and not alone:  # rounded once large slopes have cancelled
             narrowed.copy_(logits.clone())
