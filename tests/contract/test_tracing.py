@@ -14,6 +14,7 @@ from tests.ops.entry_points import ENTRIES
 LOSSES = ("policy_loss", "logits_policy_loss", "linear_policy_loss")
 KERNELS = ["token_stats outputs", "linear_token_logprobs chunk_tokens"]
 KERNELS += [f"{name} {objective}" for name in LOSSES for objective in ("ppo", "gspo", "function")]
+KERNELS += [f"{name}_policy_loss centered by weights" for name in ("logits", "linear")]
 #: the functions that torch's own rules differentiate
 PLAIN = ["value_loss mse", "masked_mean", "kl_divergence k3"]
 

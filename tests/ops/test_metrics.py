@@ -88,7 +88,9 @@ def test_without_a_reference_there_is_no_kl(tmp_path):
         metrics["kl"]
     with_kl = of_reference(given=True, kl_coef=0.0).metrics
     assert list(with_kl)[:2] == ["policy_loss", "kl"]
-    with pytest.raises(ValueError, match="all or none must have kl, from a teacher"):
+    with pytest.raises(
+        ValueError, match="all or none must have kl, from a teacher, a reference or"
+    ):
         fastrl.reduce_metrics([metrics, with_kl])
 
 

@@ -17,10 +17,11 @@ LEAST_TAIL = 1e-6
 
 def weight_at(ratio, o, old=None):
     """The weight of tokens with these ratios p / q."""
-    weight = torch.ones_like(ratio)
+    weight, x = torch.ones_like(ratio), ratio.log()
     if old is not None and o.surrogate == "cispo":
-        weight = weight * ratio.clamp(1 - o.clip_low, 1 + o.clip_high)
-    x = ratio.log()
+        c = o.arguments.coefficients
+        within = x.clamp(-c.log_ratio_low, c.log_ratio_high).exp()
+        weight = weight * within.clamp(max(0.0, 1 - c.clip_low), 1 + c.clip_high)
     estimates = {"ratio": ratio, "k1": -x, "k2": x**2 / 2, "k3": ratio - 1 - x}
     estimates["reverse-k3"] = 1 / ratio - 1 + x
     for c in o.rollout_corrections:

@@ -58,6 +58,8 @@ FROM_HIDDEN = fastrl.Teacher.from_hidden(
     lora=(torch.ones(2, 3), torch.ones(COLUMNS, 2), 0.5),
 )
 TOP_K = fastrl.Teacher.from_top_k(GIVEN["token_ids"][:, None] % 4, -ONES[:, None])
+CENTERED = Objective.preset("reinforce", score_centering=True)
+SAMPLER = fastrl.TopKLogprobs(TOP_K.token_ids, TOP_K.logprobs)
 #: fields of a teacher -> what rank 1 has there
 OF_TEACHER = [
     (FROM_HIDDEN, {"hidden": FROM_HIDDEN.hidden.double()}),
@@ -113,6 +115,14 @@ CHANGES = {
     "rollout_logprobs": [
         ({**CORRECTED, "rollout_logprobs": -ONES}, -ONES.double()),
         ({**CORRECTED, "rollout_logprobs": -ONES}, -ONES - 1e-6),
+    ],
+    "rollout_top_k": [
+        ({"objective": CENTERED, "rollout_top_k": SAMPLER}, SAMPLER._replace(token_ids=other))
+        for other in (SAMPLER.token_ids + 1, SAMPLER.token_ids.int())
+    ]
+    + [
+        ({"objective": CENTERED, "rollout_top_k": SAMPLER}, SAMPLER._replace(logprobs=other))
+        for other in (SAMPLER.logprobs * 2, SAMPLER.logprobs.double())
     ],
     "policy_weights": [({}, ONES), ({"policy_weights": ONES}, ONES * 2)],
     "objective": [

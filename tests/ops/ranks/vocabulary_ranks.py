@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import fastrl
-from fastrl import Objective
+from fastrl import Objective, RolloutCorrection
 from fastrl.ops._head import kept_products
 from fastrl.ops._rows import given, order
 from fastrl.ops._rows.statistics import OF_ROW
@@ -51,6 +51,11 @@ LOSSES = {
     "rows without metrics": (Objective.preset("dapo"), {"metrics": False, "chunk_tokens": 5}),
     "all rows": (Objective.preset("grpo", kl_coef=0.1), {"compact": False, "chunk_tokens": 9}),
     "sequences": (Objective.preset("gspo", clip_low=0.2, clip_high=0.2), {"chunk_tokens": 14}),
+    "centered": (Objective.preset("reinforce", score_centering=True), {"chunk_tokens": 14}),
+    "centered by weights": (
+        Objective.preset("grpo", score_centering=True, rollout_correction=RolloutCorrection()),
+        {"chunk_tokens": 9},
+    ),
     "a function": (Objective(surrogate=lambda new, old, ref, a: -(new - old).exp() * a), {}),
 }
 
@@ -122,6 +127,13 @@ def teacher_of(kind, V, banned):
         "tokens": lambda own: Teacher.from_top_k(ids, values, beta=0.0),
         "tokens alone": lambda own: Teacher.from_top_k(ids, values, beta=0.5, has_tail=False),
     }[kind]
+
+
+def sampler_of(V):
+    """Tokens of all parts, fewer of some rows."""
+    values, ids = (2 * torch.randn(ROWS, V)).log_softmax(-1).topk(min(V, 6), -1)
+    ids[::4, 1:] = -1
+    return fastrl.TopKLogprobs(ids, values)
 
 
 def in_small_chunks(V):
@@ -239,6 +251,10 @@ def compared(tensors, tokens, sizes, backend, banned, statistics, loss, scalings
             given |= {"objective": objective, "backend": "auto" if function else backend}
             if objective.kl_coef:
                 given["ref_logprobs"] = old + 0.1
+            if objective.score_centering:
+                given["rollout_top_k"], sampled = sampler_of(sum(sizes)), given.pop("old_logprobs")
+                if objective.rollout_correction:
+                    given["rollout_logprobs"] = sampled
 
             def lost(x, ids=ids, given=given, beside=beside, **more):
                 result = loss(x, ids, tokens["advantages"], **given, **beside(more), **more)
