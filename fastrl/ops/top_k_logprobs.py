@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import exp, inf
+from math import exp
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -93,7 +94,7 @@ class TopKLogprobs(NamedTuple):
 
         Raises:
             TypeError: an argument is not a list of lists of numbers.
-            ValueError: the lists do not have the same lengths.
+            ValueError: the lists do not have the same lengths, or an id is negative.
 
         Examples:
             >>> import fastrl
@@ -113,17 +114,20 @@ class TopKLogprobs(NamedTuple):
                 f"{[*map(len, values)]} for {[*map(len, rows)]}"
             )
         width = max(1, *map(len, rows), 1)
+        ids = torch.tensor(
+            [
+                [*(whole("token_ids", x, low=0) for x in row), *[-1] * (width - len(row))]
+                for row in rows
+            ],
+            dtype=torch.int64,
+        )
         try:
-            ids = torch.tensor(
-                [[*map(_whole_id, row), *[-1] * (width - len(row))] for row in rows],
-                dtype=torch.int64,
-            )
             held = torch.tensor(
                 [[*map(float, row), *[_NOTHING] * (width - len(row))] for row in values],
                 dtype=torch.float32,
             )
         except (TypeError, ValueError) as error:
-            raise TypeError(f"token_ids and logprobs must be lists of numbers: {error}") from None
+            raise TypeError(f"logprobs must be a list of lists of numbers: {error}") from None
         return cls(ids.reshape(-1, width).to(device), held.reshape(-1, width).to(device))
 
     @classmethod
@@ -154,7 +158,7 @@ class TopKLogprobs(NamedTuple):
             The tokens.
 
         Raises:
-            TypeError: an output has no `logprobs`.
+            TypeError: an output has no `logprobs`, or not a dict of them for each token.
             ValueError: an output does not have log-probabilities for each of its tokens, or more
                 than `top_k`.
 
@@ -276,17 +280,21 @@ def _rows(name: str, value: object) -> list[list[Any]]:
     return [listed(expectation, row) for row in listed(expectation, value)]
 
 
-def _whole_id(value: object) -> int:
-    return whole("a token id", value, low=0)
-
-
-def _most_likely(found: Mapping[int, Any], top_k: int, index: int) -> dict[int, float]:
+def _most_likely(found: object, top_k: int, index: int) -> dict[int, float]:
     """Return the log-probabilities of a token's `top_k` most likely tokens, by id."""
-    ranked = {
-        token: float(getattr(one, "logprob", one))
-        for token, one in found.items()
-        if (getattr(one, "rank", None) or 1) <= top_k
-    }
+    if not isinstance(found, Mapping):
+        kind = type(found).__name__
+        raise TypeError(
+            f"outputs must have a dict of logprobs for each token, got {kind} at {index}"
+        )
+    ranked = {}
+    for token, one in found.items():
+        value = getattr(one, "logprob", one)
+        if not isinstance(value, Real):
+            kind = type(value).__name__
+            raise TypeError(f"outputs must have numbers as logprobs, got {kind} at {index}")
+        if (getattr(one, "rank", None) or 1) <= top_k:
+            ranked[token] = float(value)
     if len(ranked) > top_k:
         raise ValueError(
             f"outputs must have at most {top_k} tokens of a rank up to top_k, got {len(ranked)} at "
@@ -337,12 +345,7 @@ def sampler_arguments(
             "tokens are unknown"
         )
     if old_logprobs is not None and objective.surrogate == "cispo":
-        c = objective.arguments.coefficients
-        low, high = (
-            min(max(inf if x > MAX_LOG_RATIO else exp(x), 1 - c.clip_low), 1 + c.clip_high)
-            for x in (-c.log_ratio_low, c.log_ratio_high)
-        )
-        weights = [RolloutCorrection(low=low, high=high)] if low < high else []  # else w is 1
+        weights = _clipped_ratio(objective)
     _check_fields(top, "rollout_top_k")
     for name, value in top._asdict().items():
         on_device(f"rollout_top_k.{name}", value, token_ids, "token_ids")
@@ -361,6 +364,14 @@ def sampler_arguments(
         )
     ids = saveable(flat.token_ids.to(torch.int64).contiguous())
     return SamplerArguments(ids, saveable(flat.logprobs.detach().contiguous()), numbers_of(weights))
+
+
+def _clipped_ratio(objective: Objective) -> list[RolloutCorrection]:
+    """Return the weight of `cispo`, whose log-ratio may be clamped, too."""
+    c = objective.arguments.coefficients
+    low = max(0.0, 1 - c.clip_low, exp(-c.log_ratio_low))
+    high = min(1 + c.clip_high, exp(min(c.log_ratio_high, MAX_LOG_RATIO)))
+    return [RolloutCorrection(low=low, high=high)] if low < high else []  # 1, if both are
 
 
 def check_sampler(sampler: SamplerArguments, active: Tensor, vocabulary: int) -> None:
