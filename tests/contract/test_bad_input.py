@@ -57,6 +57,23 @@ def completion(ids, sampled=(3,), **offsets):
     return [SimpleNamespace(token_ids=sampled, sampling_mask=mask)]
 
 
+def sampled(logprobs):
+    """The outputs of an engine that has sampled one token."""
+    return [SimpleNamespace(token_ids=[3], logprobs=logprobs)]
+
+
+def top_k(ids=None, q=None):
+    ids = tensor([[0, 1]] * 6) if ids is None else ids
+    return fastrl.TopKLogprobs(ids, -ones(6, 2) if q is None else q)
+
+
+def centered(top, objective=None, **changes):
+    objective = objective or Objective.preset("reinforce", score_centering=True)
+    ids = torch.zeros(2, 3, dtype=torch.int64)
+    inputs = {"advantages": zeros(2), "mask": ones(2, 3), "objective": objective, **changes}
+    return fastrl.logits_policy_loss(zeros(2, 3, 5), ids, **inputs, rollout_top_k=top)
+
+
 NAMES = {
     **{name: getattr(fastrl, name) for name in fastrl.__all__},
     "np": np,
@@ -79,6 +96,9 @@ NAMES = {
     "METRICS": loss().metrics,
     "metrics_of": metrics_of,
     "completion": completion,
+    "sampled": sampled,
+    "top_k": top_k,
+    "centered": centered,
     # functions with good arguments
     "loss": loss,
     "packed_loss": packed_loss,

@@ -183,6 +183,9 @@ def test_transforms_are_refused_in_compiled_code_too(name, whole):
     if name == KERNELS[0] and native.missing is not None:
         pytest.skip("the reference may be transformed")
     entry, x, inputs = drawn(name)
+    if "sampler_ids" in inputs:
+        sampler = inputs.pop("sampler_ids"), inputs.pop("sampler_logprobs")
+        inputs["rollout_top_k"] = fastrl.TopKLogprobs(*sampler)
     torch._dynamo.reset()
 
     @torch.compile(fullgraph=whole, backend="aot_eager")
