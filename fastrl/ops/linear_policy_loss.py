@@ -9,6 +9,7 @@ from fastrl.backend import Backend
 from fastrl.checks import flag, tensor
 from fastrl.objective import Objective, TokenLoss, as_objective
 from fastrl.objective.presets import Preset
+from fastrl.ops._companions.sampler_arguments import sampler_arguments
 from fastrl.ops._loss.inputs import loss_inputs, unsupported_reason
 from fastrl.ops._loss.term_weights import Normalizer
 from fastrl.ops._rows.autograd import differentiable_stats
@@ -19,7 +20,7 @@ from fastrl.ops.kept_tokens import KeptTokens
 from fastrl.ops.linear_token_stats import Lora
 from fastrl.ops.policy_loss import PolicyLoss
 from fastrl.ops.teacher import Teacher
-from fastrl.ops.top_k_logprobs import TopKLogprobs, sampler_arguments
+from fastrl.ops.top_k_logprobs import TopKLogprobs
 from fastrl.tracing import is_traced
 
 

@@ -16,6 +16,7 @@ from fastrl.ops._autograd.known_gradient import (
     mark_overwritten,
     with_gradients,
 )
+from fastrl.ops._companions.sampler_arguments import sampler_arguments
 from fastrl.ops._loss.inputs import LossInputs, loss_inputs, unsupported_reason
 from fastrl.ops._loss.term_weights import Normalizer
 from fastrl.ops._row_checks import as_rows, refuse_unsafe_inplace
@@ -36,7 +37,7 @@ from fastrl.ops.teacher import (
     teacher_arguments,
     with_operand_dtype,
 )
-from fastrl.ops.top_k_logprobs import TopKLogprobs, sampler_arguments
+from fastrl.ops.top_k_logprobs import TopKLogprobs
 from fastrl.tracing import refuse_transforms
 
 

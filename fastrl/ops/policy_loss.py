@@ -179,6 +179,8 @@ def loss_of_logprobs(
     loss, slope, entropy_slope, metrics = inputs.evaluate(detached, detached_entropy, arguments)
     if torch.is_grad_enabled():
         loss = with_gradients(loss, [(logprobs, slope), (entropy, entropy_slope)], inputs.backend)
+    if compared is None and centered is None:
+        return policy_loss_result(loss, metrics, detached, detached_entropy, inputs, shape)
     active, still = inputs.active, without_gradient(slope, entropy_slope)
     of_term: list[Tensor] = []
     if centered is not None:

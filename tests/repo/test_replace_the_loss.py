@@ -56,7 +56,7 @@ def test_every_page_is_linked():
 
 
 #: How many changes of each page these tests run, and those of the file for other packages.
-CHANGES = {"trl": 2, "verl": 1, "openrlhf": 3, "liger": 2, "torchrl": 1, "custom-loop": 3}
+CHANGES = {"trl": 2, "verl": 1, "openrlhf": 3, "liger": 3, "torchrl": 1, "custom-loop": 3}
 CHANGES["nemo-rl"] = 1
 
 

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from fastrl.contract import RowStats
 from fastrl.ops._arguments import Fields, RowInputs, each_tensor
+from fastrl.ops._companions.sampler_arguments import check_sampler
+from fastrl.ops._companions.top_k import check_tokens
 from fastrl.ops._head.projection import Projected
 from fastrl.ops._lens.kept import Columns, KeptRows, check_kept, ids_of_part
 from fastrl.ops._lens.rows import Exchange, Rows
 from fastrl.ops._row_checks import check_ids
 from fastrl.ops._rows.order import RowOrder
-from fastrl.ops._teacher.top_k import check_tokens
-from fastrl.ops.top_k_logprobs import check_sampler
 
 
 class Chunk(NamedTuple):

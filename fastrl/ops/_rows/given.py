@@ -9,19 +9,19 @@ from torch import Tensor
 
 from fastrl import native
 from fastrl.ops._arguments import RowInputs
-from fastrl.ops._head.kept_products import kept_chunk_size
-from fastrl.ops._lens.rows import Rows
-from fastrl.ops._rows.chunk import Chunk, OrderedRows, kept_rows
-from fastrl.ops._rows.order import order_rows
-from fastrl.ops._teacher.companion import (
+from fastrl.ops._companions.companion import (
     Companion,
     Comparison,
     kept_columns,
     place_of,
     rows_of,
 )
-from fastrl.ops._teacher.pair import Upstream
-from fastrl.ops._teacher.top_k import TopKRows
+from fastrl.ops._companions.pair import Upstream
+from fastrl.ops._companions.top_k import TopKRows
+from fastrl.ops._head.kept_products import kept_chunk_size
+from fastrl.ops._lens.rows import Rows
+from fastrl.ops._rows.chunk import Chunk, OrderedRows, kept_rows
+from fastrl.ops._rows.order import order_rows
 
 #: Bytes of a chunk's copied logits, on a CPU and on a GPU.
 _COPY_BYTES = (64 * 2**20, 256 * 2**20)

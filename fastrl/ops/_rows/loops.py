@@ -4,9 +4,9 @@
     projected, on a CPU: project -> statistics -> slopes -> dL/dlogits in place -> gradient GEMMs
                on a GPU: project -> one kernel: statistics, slope, dL/dlogits   -> gradient GEMMs
 
-A teacher's row meets the student's after the statistics, in `compare` of `_teacher/pair.py`, or of
-`_teacher/top_k.py` for a teacher's K tokens, and again where dL/dlogits is written. The sampler's
-tokens of score centering go along in `_centering/centered_rows.py`.
+A teacher's row meets the student's after the statistics, in `compare` of `_companions/pair.py`, or
+of `_companions/top_k.py` for a teacher's K tokens, and again where dL/dlogits is written. The
+sampler's tokens of score centering go along in `_companions/centered_rows.py`.
 
 With `compact`, masked rows are left out of all GEMMs, and rows with advantage or weight 0 of the
 GEMMs for gradients. On a CPU, so are rows whose slopes turn out to be 0 (clipped), unless there is
@@ -28,15 +28,15 @@ from torch import Tensor
 from fastrl.contract import FLAGS, CenteringStats, RowStats, SavedStats, TeacherStats
 from fastrl.library import called, operators
 from fastrl.ops._arguments import RowInputs
-from fastrl.ops._centering.centered_rows import CenteredRows
+from fastrl.ops._companions.centered_rows import CenteredRows
+from fastrl.ops._companions.companion import Comparison
+from fastrl.ops._companions.pair import SavedComparison, Upstream
 from fastrl.ops._loss.slopes import TokenSlopes
 from fastrl.ops._process_groups import gathered
 from fastrl.ops._rows.chunk import Chunk, PerRow, Results, check_values, kept_rows, with_stats
 from fastrl.ops._rows.given import GivenRows
 from fastrl.ops._rows.order import order_rows
 from fastrl.ops._rows.projected import ProjectedRows
-from fastrl.ops._teacher.companion import Comparison
-from fastrl.ops._teacher.pair import SavedComparison, Upstream
 
 
 def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:

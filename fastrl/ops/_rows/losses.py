@@ -94,7 +94,8 @@ def loss_in_one_pass(
     if weights is not None:
         compared = TeacherStats._make(x.reshape(active.shape) for x in of_teacher)
         loss, values = add_divergence(loss, values, compared, weights, active, still, objective)
-    values = torch.cat([values, *of_term])
+    if of_term:
+        values = torch.cat([values, *of_term])
     if any(needs):
         wanted = [x for x, need in zip(trainable, needs, strict=True) if need]
         loss = with_gradients(loss, [*zip(wanted, grads, strict=True)], rows.backend)

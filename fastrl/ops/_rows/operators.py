@@ -25,9 +25,9 @@ from fastrl.contract import (
 )
 from fastrl.library import declared, define, stored_dtype
 from fastrl.ops._arguments import RowInputs, restored
+from fastrl.ops._companions.pair import SavedComparison
 from fastrl.ops._loss.slopes import TokenSlopes
 from fastrl.ops._rows.loops import dtypes_of, row_gradients, row_losses, row_stats
-from fastrl.ops._teacher.pair import SavedComparison
 
 _ROWS = declared(RowInputs)
 _LOSS = f"{declared(LossArguments)}, {declared(ObjectiveArguments)}"

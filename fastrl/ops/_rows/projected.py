@@ -10,6 +10,8 @@ from torch import Tensor
 from fastrl.contract import SoftmaxStats
 from fastrl.library import stored_dtype
 from fastrl.ops._arguments import RowInputs
+from fastrl.ops._companions.companion import Companion, Comparison
+from fastrl.ops._companions.pair import Upstream
 from fastrl.ops._head.head import HeadGradients
 from fastrl.ops._head.hidden_gradient import HiddenGradient
 from fastrl.ops._head.kept_products import kept_chunk_size
@@ -18,8 +20,6 @@ from fastrl.ops._lens.kept import KeptRows
 from fastrl.ops._lens.rows import Rows, Slopes
 from fastrl.ops._rows.chunk import Chunk, OrderedRows
 from fastrl.ops._rows.order import RowOrder, chunk_size, chunks
-from fastrl.ops._teacher.companion import Companion, Comparison
-from fastrl.ops._teacher.pair import Upstream
 
 
 class ProjectedRows:

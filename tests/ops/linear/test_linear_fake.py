@@ -20,6 +20,7 @@ from fastrl import Objective
 from fastrl.contract import LossArguments
 from fastrl.ops._arguments import (
     ALL_TOKENS,
+    NO_SAMPLER,
     NO_SOURCE,
     NO_TEACHER,
     RowInputs,
@@ -95,6 +96,7 @@ def call(device, precision, head, chunk_tokens, backend, teacher=None, parts=UNS
         parts=parts,
         kept=ALL_TOKENS,
         teacher=teacher_of(teacher, tensor, of_hidden, of_weight, operand),
+        sampler=NO_SAMPLER,
     )
     return inputs, tensor(1, ROWS)
 

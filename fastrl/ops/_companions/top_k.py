@@ -16,10 +16,10 @@ from torch import Tensor
 from fastrl.checks import can_read
 from fastrl.contract import RowArguments, RowStats, SoftmaxStats
 from fastrl.ops._arguments import NO_TEACHER, TeacherArguments
+from fastrl.ops._companions.pair import Compared, Pair, Upstream, pair_of
 from fastrl.ops._head.projection import gradient_of
 from fastrl.ops._lens.rows import Rows, Slopes, slopes_at
 from fastrl.ops._process_groups import total
-from fastrl.ops._teacher.pair import Compared, Pair, Upstream, pair_of
 from fastrl.ops._vocabulary_parts.parts import VocabularyParts
 
 

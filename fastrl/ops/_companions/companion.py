@@ -7,12 +7,12 @@ from torch import Tensor
 
 from fastrl.contract import ScalingArguments
 from fastrl.ops._arguments import RowInputs, each_tensor
-from fastrl.ops._centering.centered_rows import CenteredRows, SamplerTokens
+from fastrl.ops._companions.centered_rows import CenteredRows, SamplerTokens
+from fastrl.ops._companions.pair import Pair, RowsAlone, pair_of
+from fastrl.ops._companions.top_k import TopKRows
 from fastrl.ops._head.projection import Projection
 from fastrl.ops._lens.kept import Columns
 from fastrl.ops._lens.rows import Rows
-from fastrl.ops._teacher.pair import Pair, RowsAlone, pair_of
-from fastrl.ops._teacher.top_k import TopKRows
 
 Comparison = RowsAlone | Pair | TopKRows | CenteredRows
 

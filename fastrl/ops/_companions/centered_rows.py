@@ -12,12 +12,12 @@ from torch import Tensor
 from fastrl import reference
 from fastrl.contract import CenteringStats, SoftmaxStats
 from fastrl.ops._arguments import SamplerArguments
+from fastrl.ops._companions.pair import Compared, Pair, RowsAlone, Upstream
+from fastrl.ops._companions.top_k import TopKRows
 from fastrl.ops._head.projection import gradient_of
 from fastrl.ops._lens.kept import Columns
 from fastrl.ops._lens.rows import Rows, slopes_at
 from fastrl.ops._process_groups import total
-from fastrl.ops._teacher.pair import Compared, Pair, RowsAlone, Upstream
-from fastrl.ops._teacher.top_k import TopKRows
 from fastrl.ops._vocabulary_parts.parts import VocabularyParts
 from fastrl.reference.rollout_correction import corrections_of
 
