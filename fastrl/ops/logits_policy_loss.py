@@ -192,6 +192,8 @@ def logits_policy_loss(
     parts = parts_of_logits(padded, rows, agreement, row_backend)
     checked_teacher = with_operand_dtype(checked_teacher, row_backend)
     if row_backend != "reference" and _in_one_pass(logits, inputs):
+        if kept is None and teacher is None and not (sampler.given() or parts.split()):
+            return _in_one_kernel(logits, padded, rows, inplace=inplace, inputs=inputs)
         call = given_inputs(
             padded,
             rows,
@@ -202,8 +204,6 @@ def logits_policy_loss(
             teacher=checked_teacher,
             sampler=sampler,
         )
-        if kept is None and call.alone():
-            return _in_one_kernel(logits, padded, rows, inplace=inplace, inputs=inputs)
         # another layout is copied, and a compiled graph never writes in place
         in_place = inplace and call.source.logits is padded and not torch.compiler.is_compiling()
         overwritten = logits if in_place else None
