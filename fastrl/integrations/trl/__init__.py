@@ -33,6 +33,7 @@ def use_fastrl(
     packed: bool | None = None,
     packed_tokens: int | None = None,
     replay_kept_tokens: bool = False,
+    score_centering: int | None = None,
     backend: Backend = "auto",
 ) -> Handle:
     """Let a TRL trainer compute log-probabilities, and its loss if possible, with fastrl.
@@ -61,6 +62,9 @@ def use_fastrl(
             tokens that `top_p`, `top_k` or `min_p` kept when each token was sampled, by
             `transformers` or by vLLM in a trainer made in `vllm_returns_kept_tokens()`. They are
             then the sampler's log-probabilities; TRL's are over the whole vocabulary.
+        score_centering: K subtracts the sampler's expected score from the update of a `GRPOTrainer`
+            (arXiv 2609.20807), with the K most likely tokens of `transformers` or a colocated vLLM
+            at each place; see `fastrl.TopKLogprobs`. None leaves TRL's loss.
         backend: `auto`, or the backend for the chunks.
 
     Returns:
@@ -69,7 +73,7 @@ def use_fastrl(
 
     Raises:
         TypeError: `trainer` is of another class; the message names the function that fits it.
-            `packed` or `packed_tokens` is of another type.
+            `packed`, `packed_tokens` or `score_centering` is of another type.
         ValueError: the trainer or one of its options is not supported; the trainer is unchanged.
 
     Examples:
@@ -78,4 +82,5 @@ def use_fastrl(
         >>> handle.fused, handle.reason  # doctest: +SKIP
         (True, None)
     """
-    return handle_of(trainer, Choices(fused, packed, packed_tokens, replay_kept_tokens, backend))
+    choices = Choices(fused, packed, packed_tokens, replay_kept_tokens, score_centering, backend)
+    return handle_of(trainer, choices)

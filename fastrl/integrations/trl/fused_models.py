@@ -194,6 +194,7 @@ def _output_type() -> Any:
         """TRL's output with a loss that wrappers do not change: AdaLoRA's adds to `loss`."""
 
         policy_loss: Tensor | None = None
+        centering: Tensor | None = None
 
     return Output
 

@@ -37,7 +37,15 @@ class Choices(NamedTuple):
     packed: bool | None = None
     packed_tokens: int | None = None
     replay_kept_tokens: bool = False
+    score_centering: int | None = None
     backend: Backend = "auto"
+
+    @property
+    def unrecorded(self) -> str:
+        """What the arguments must be that record the sampler, if it cannot be recorded."""
+        values = {"replay_kept_tokens": False, "score_centering": None}
+        names = [name for name in values if getattr(self, name) != values[name]]
+        return " and ".join(f"{name} must be {values[name]}" for name in names)
 
 
 class Handle(Undoable):
@@ -227,16 +235,21 @@ def refuse_no_teacher(trainer: Any) -> None:
         raise ValueError(f"{type(trainer).__name__} has no teacher_model to compare with")
 
 
+def check_positive(name: str, value: object) -> None:
+    """Raise if an argument that is not None is not an integer above 0."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be None or an int, got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+
+
 def _check_packed_tokens(trainer: Any, choices: Choices) -> None:
     if not (choices.packed is None or isinstance(choices.packed, bool)):
         raise TypeError(f"packed must be None or a bool, got {type(choices.packed).__name__}")
     tokens = choices.packed_tokens
     if tokens is None:
         return
-    if not isinstance(tokens, int) or isinstance(tokens, bool):
-        raise TypeError(f"packed_tokens must be None or an int, got {type(tokens).__name__}")
-    if tokens < 1:
-        raise ValueError(f"packed_tokens must be at least 1, got {tokens}")
+    check_positive("packed_tokens", tokens)
     if choices.packed is False:
         raise ValueError(f"packed_tokens must be None with packed=False, got {tokens}")
     if trainer.accelerator.num_processes > 1:

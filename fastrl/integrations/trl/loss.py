@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 import fastrl
-from fastrl import KeptTokens, Objective
+from fastrl import KeptTokens, Objective, TopKLogprobs
 from fastrl.backend import Backend
 from fastrl.integrations.transformers import LmHead
-from fastrl.integrations.trl.replay import KEPT
-from fastrl.integrations.trl.rules import is_rloo, objective_of
+from fastrl.integrations.trl.replay import KEPT, TOP_K
+from fastrl.integrations.trl.rules import is_off_policy, is_rloo, objective_of
 from fastrl.integrations.trl.token_outputs import precision_of_head, token_outputs
+from fastrl.ops.metrics import CENTERING_METRICS
 
 #: Inputs of the loss that a batch may hold; TRL computes the loss of a batch with any others.
 LOSS_INPUTS = frozenset(
@@ -32,6 +33,7 @@ LOSS_INPUTS = frozenset(
         "sampling_per_token_logps",
         "importance_sampling_ratio",
         KEPT,
+        *TOP_K,
     }
 )
 
@@ -64,14 +66,16 @@ def loss_of(
     temperature: float,
     backend: Backend,
     kept: KeptTokens | None,
+    top_k: TopKLogprobs | None = None,
 ) -> Callable[[Tensor, LmHead], dict[str, Tensor]]:
     """Return a function that computes a batch's `policy_loss`, `log_probs` and `entropy` `[B, K]`.
 
-    Its arguments are the hidden states `[B, K, H]` that predict the completions, and the head.
+    Its arguments are the hidden states `[B, K, H]` that predict the completions, and the head. With
+    the sampler's `top_k` tokens, `centering` are the loss without score centering and its metrics.
     """
     if is_rloo(trainer):
         return _rloo_loss(trainer, inputs, temperature, backend, kept)
-    return _grpo_loss(trainer, inputs, temperature, backend, kept)
+    return _grpo_loss(trainer, inputs, temperature, backend, kept, top_k)
 
 
 def _rloo_loss(
@@ -113,33 +117,67 @@ def _grpo_loss(
     temperature: float,
     backend: Backend,
     kept: KeptTokens | None,
+    top_k: TopKLogprobs | None,
 ) -> Callable[[Tensor, LmHead], dict[str, Tensor]]:
-    mask = loss_mask(inputs)
     objective = objective_of(trainer)
+    arguments: dict[str, Any] = {
+        "advantages": inputs["advantages"],
+        "mask": loss_mask(inputs),
+        "old_logprobs": inputs.get("old_per_token_logps"),
+        "ref_logprobs": inputs["ref_per_token_logps"] if trainer.beta else None,
+        "rollout_logprobs": _sampled(trainer, inputs),
+        "policy_weights": _correction(trainer, inputs),
+        "objective": objective,
+        "normalizer": normalizers(trainer, inputs, objective),
+        "backend": backend,
+    }
+    centered = {} if top_k is None else _centered(trainer, inputs, top_k)
 
     def compute(hidden: Tensor, head: LmHead) -> dict[str, Tensor]:
         with precision_of_head(trainer):
             result = fastrl.linear_policy_loss(
                 hidden,
                 token_ids=inputs["completion_ids"],
-                advantages=inputs["advantages"],
-                mask=mask,
                 temperature=temperature,
-                old_logprobs=inputs.get("old_per_token_logps"),
-                ref_logprobs=inputs["ref_per_token_logps"] if trainer.beta else None,
-                rollout_logprobs=_sampled(trainer, inputs),
-                policy_weights=_correction(trainer, inputs),
-                objective=objective,
-                normalizer=normalizers(trainer, inputs, objective),
-                backend=backend,
                 kept=kept,
+                **(arguments | centered),
                 **head.arguments(),
             )
         logprobs = _unscored(result.logprobs, inputs)
         entropy = cast("Tensor", result.entropy)
-        return {"policy_loss": result.loss, "log_probs": logprobs, "entropy": entropy}
+        found = {"policy_loss": result.loss, "log_probs": logprobs, "entropy": entropy}
+        if centered:
+            plain = fastrl.policy_loss(result.logprobs, entropy=entropy, **arguments).loss
+            metrics = [result.metrics[name] for name in ("active_tokens", *CENTERING_METRICS)]
+            found["centering"] = torch.stack([plain.detach(), *metrics])
+        return found
 
     return compute
+
+
+def _centered(trainer: Any, inputs: dict[str, Any], top_k: TopKLogprobs) -> dict[str, Any]:
+    """Return the arguments of the loss that score centering changes.
+
+    On policy, TRL's factor between trainer and vLLM becomes the objective's, which then has the
+    same function of the ratio for the tokens that were not sampled.
+    """
+    objective = objective_of(trainer, centered=True)
+    changed = {"objective": objective, "rollout_top_k": top_k, "policy_weights": None}
+    if objective.rollout_corrections:
+        changed["rollout_logprobs"] = inputs["sampling_per_token_logps"]
+    if not is_off_policy(trainer):
+        changed["old_logprobs"] = None
+    return changed
+
+
+def log_centering(trainer: Any, found: Tensor) -> None:
+    """Add the means of `centering` over the tokens of all ranks to TRL's metrics."""
+    tokens, *means = found[1:]
+    sums = torch.stack([tokens, *(tokens * mean for mean in means)])
+    tokens, *sums = trainer.accelerator.reduce(sums, reduction="sum").tolist()
+    metrics = trainer._metrics["train" if trainer.model.training else "eval"]
+    for name, value in zip(CENTERING_METRICS, sums, strict=True):
+        metrics[f"fastrl/{name}"].append(value / max(tokens, 1.0))
 
 
 def loss_mask(inputs: dict[str, Any]) -> Tensor:

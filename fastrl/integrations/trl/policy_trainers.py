@@ -22,9 +22,9 @@ from torch.nn.functional import pad
 from fastrl import KeptTokens
 from fastrl.integrations.transformers import LmHead
 from fastrl.integrations.trl.handle import Choices, Handle
-from fastrl.integrations.trl.loss import accumulated, can_be_fused, loss_of
+from fastrl.integrations.trl.loss import accumulated, can_be_fused, log_centering, loss_of
 from fastrl.integrations.trl.replay import Replay, kept_of
-from fastrl.integrations.trl.rules import OWN_LOSS, PRIMITIVE, why_not_fused
+from fastrl.integrations.trl.rules import OWN_LOSS, PRIMITIVE, refuse_uncentered, why_not_fused
 from fastrl.integrations.trl.saturation import (
     count_saturated,
     has_ratios,
@@ -81,9 +81,12 @@ class PolicyHandle(Handle):
         """Replace the methods of the instance."""
         _refuse_other_methods(trainer, base)
         super().__init__(trainer, choices, why_not_fused(trainer, (OWN_LOSS, *PRIMITIVE)))
-        self._replay = replay = Replay(trainer) if choices.replay_kept_tokens else None
+        self._choices = choices
+        self._refuse_uncentered(self.reason)
+        records = choices.replay_kept_tokens or choices.score_centering
+        self._replay = replay = Replay(trainer, choices) if records else None
         self.models.counts_positions = replay is not None
-        if replay is None:
+        if not choices.replay_kept_tokens:
             _warn_of_kept_tokens(trainer)
         self._temperature = trainer.temperature  # TRL also reads it once
         self._fusing: dict[str, Any] | None = None  # the batch whose loss is being computed
@@ -105,6 +108,10 @@ class PolicyHandle(Handle):
         if self._replay is not None:
             self._replay.undo()
         super().undo()
+
+    def _refuse_uncentered(self, reason: str | None) -> None:
+        if self._choices.score_centering is not None:
+            refuse_uncentered(self.trainer, reason, replays=self._choices.replay_kept_tokens)
 
     def _score(
         self,
@@ -130,7 +137,7 @@ class PolicyHandle(Handle):
             def padded(hidden: Tensor, head: LmHead) -> dict[str, Tensor]:
                 before = hidden.shape[1] - logits_to_keep
                 found = compute(hidden[:, before:], head)
-                return {name: pad(x, (before, 0)) if x.ndim else x for name, x in found.items()}
+                return {name: pad(x, (before, 0)) if x.ndim > 1 else x for name, x in found.items()}
 
             return padded
 
@@ -158,7 +165,8 @@ class PolicyHandle(Handle):
         self, token_ids: Tensor, kept: KeptTokens | None, *, with_entropy: bool
     ) -> Callable[[Tensor, LmHead], dict[str, Tensor]]:
         if self._fusing is not None:
-            return loss_of(self.trainer, self._fusing, self._temperature, self.backend, kept)
+            top_k = None if self._replay is None else self._replay.top_k(self._fusing)
+            return loss_of(self.trainer, self._fusing, self._temperature, self.backend, kept, top_k)
         return token_outputs(
             self.trainer,
             token_ids,
@@ -176,7 +184,9 @@ class PolicyHandle(Handle):
             return compute(model, inputs)
 
     def _fused(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        if not can_be_fused(inputs) or why_not_fused(self.trainer) is not None:
+        known, reason = can_be_fused(inputs), why_not_fused(self.trainer)
+        self._refuse_uncentered(reason if known else f"inputs has more than TRL's, {[*inputs]}")
+        if not known or reason is not None:
             loss: Tensor = self._loss(model, inputs)
             if has_ratios(self.trainer, inputs):  # other ranks may add up their counts
                 log_saturated(self.trainer, torch.zeros(2, dtype=torch.float32, device=loss.device))
@@ -194,12 +204,17 @@ class PolicyHandle(Handle):
             saturated = count_saturated(self.trainer, inputs, logprobs)
             # TRL has just read its metrics from the device, so one more read causes no wait
             fraction = log_saturated(self.trainer, saturated)
-        loss = outputs.policy_loss
+        loss = compared = outputs.policy_loss
+        if outputs.centering is not None:
+            compared = outputs.centering[0]
+            log_centering(self.trainer, outputs.centering)
         if outputs.aux_loss is not None:
-            weight = self.trainer.router_aux_loss_coef / accumulated(self.trainer)
-            loss = loss + weight * outputs.aux_loss
+            weighted = outputs.aux_loss * (
+                self.trainer.router_aux_loss_coef / accumulated(self.trainer)
+            )
+            loss, compared = loss + weighted, compared + weighted
         if fraction == 0:
-            self._compare(loss, theirs)
+            self._compare(compared, theirs)
         elif not self._warned_of_saturation:
             self._warned_of_saturation = True
             warn_of_saturation(self.trainer, fraction)

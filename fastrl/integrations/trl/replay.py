@@ -1,8 +1,9 @@
-"""The tokens that a TRL trainer's sampler kept, from generation to the loss.
+"""What a TRL trainer's sampler kept or held most likely, from generation to the loss.
 
 `transformers` samples from the tokens that its logits processors leave. One more processor at the
-end records these sets; vLLM returns them (`vllm_replay.py`). TRL shuffles and splits them with the
-rest of a batch, and log-probabilities are computed over them.
+end records these sets, or the most likely tokens with their log-probabilities; vLLM returns them
+(`vllm_replay.py`). TRL shuffles and splits them with the rest of a batch. Log-probabilities are
+computed over the sets, and score centering takes the most likely tokens.
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fastrl.integrations.transformers.wrappers import causal_model
-from fastrl.integrations.trl.rules import NOT_REPLAYED
+from fastrl.integrations.trl.handle import Choices
+from fastrl.integrations.trl.rules import NOT_REPLAYED, WITHOUT_SETS
 from fastrl.integrations.trl.vllm_replay import VllmRecorder
 from fastrl.ops.kept_tokens import KeptTokens
+from fastrl.ops.top_k_logprobs import TopKLogprobs
 
 #: The key of the sets in a batch: a list of `KeptTokens`, one for each sequence.
 KEPT = "kept_tokens"
+#: Those of the sampler's most likely tokens: the ids and log-probabilities `[B, C, K]`.
+TOP_K = ("rollout_top_k_ids", "rollout_top_k_logprobs")
 
 _GENERATE = "_generate_single_turn"
 _BATCH = "_generate_and_score_completions"
@@ -50,24 +55,28 @@ _TAKING_OUT = frozenset(
 
 
 class Replay:
-    """A record of the sets of a trainer's completions, and of the batch that is scored.
+    """A record of the sampler of a trainer's completions, and of the batch that is scored.
 
     Attributes:
         methods: the replaced methods of the trainer, by name.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        """Refuse a trainer whose sets cannot be recorded; nothing is changed yet.
+    def __init__(self, trainer: Any, choices: Choices) -> None:
+        """Refuse a trainer whose sampler cannot be recorded; nothing is changed yet.
 
         Raises:
-            ValueError: TRL or `transformers` cannot keep the sets of this trainer's samples.
+            ValueError: TRL or `transformers` cannot keep what the choices need of the samples.
         """
-        for rule in NOT_REPLAYED:
+        rules = (*NOT_REPLAYED, WITHOUT_SETS) if choices.replay_kept_tokens else NOT_REPLAYED
+        for rule in rules:
             if rule.applies is not None and rule.applies(trainer):
-                raise ValueError(f"replay_kept_tokens does not support {rule.option}: {rule.note}")
-        self._trainer = trainer
+                raise ValueError(f"use_fastrl does not support {rule.option}: {rule.note}")
+        self._trainer, self._choices = trainer, choices
+        kept = [KEPT] if choices.replay_kept_tokens else []
+        self._keys = {*kept, *(TOP_K if choices.score_centering else ())}
         self._temperature = trainer.temperature  # TRL also reads it once
         self._sets: Sequence[KeptTokens] | None = None
+        self._top_k: TopKLogprobs | None = None
         self._completions: list[list[int]] = []  # those of the last generation
         self._undone = False
         used = [(trainer, _GENERATE), (trainer, _BATCH)]
@@ -76,7 +85,7 @@ class Replay:
         for owner, name in used:
             if not hasattr(owner, name):
                 raise ValueError(
-                    "replay_kept_tokens must be False with these versions of TRL and transformers: "
+                    f"{choices.unrecorded} with these versions of TRL and transformers: "
                     f"{type(owner).__name__} has no {name}"
                 )
         self._recorder()
@@ -96,20 +105,29 @@ class Replay:
 
     @contextlib.contextmanager
     def of_batch(self, inputs: dict[str, Any]) -> Iterator[None]:
-        """Score the sequences of a batch over its sets."""
-        if KEPT not in inputs:
+        """Score the sequences of a batch over its sets, if there are any."""
+        if missing := self._keys - inputs.keys():
             raise ValueError(
-                f"inputs must have {KEPT}, got {', '.join(inputs)}: replay_kept_tokens must be set "
-                "before the completions are generated"
+                f"inputs must have {', '.join(sorted(missing))}, got {', '.join(inputs)}: "
+                "replay_kept_tokens and score_centering must be set before the completions are "
+                "generated"
             )
-        self._sets = inputs[KEPT]
+        self._sets = inputs.get(KEPT)
         try:
             yield
         finally:
             self._sets = None
 
-    def sets(self, sequences: int) -> Sequence[KeptTokens]:
-        """Return the sets of the sequences that are scored."""
+    def top_k(self, inputs: dict[str, Any]) -> TopKLogprobs | None:
+        """Return the most likely tokens of a batch's sampler, if they are wanted."""
+        if not self._choices.score_centering:
+            return None
+        return TopKLogprobs(*(inputs[name] for name in TOP_K))
+
+    def sets(self, sequences: int) -> Sequence[KeptTokens] | None:
+        """Return the sets of the sequences that are scored, if they are wanted."""
+        if KEPT not in self._keys:
+            return None
         found = -1 if self._sets is None else len(self._sets)
         if self._sets is None or found != sequences:
             raise ValueError(
@@ -125,16 +143,20 @@ class Replay:
         with recorder.recording():
             generated = generate(*arguments, **options)
         completions = generated[0] if isinstance(generated, tuple) else generated
-        self._sets = recorder.sets(completions)
+        recorder.check(completions)
         self._completions = [list(ids) for ids in completions]
-        for sets, ids in zip(self._sets, self._completions, strict=True):
-            _check_members(sets, ids)
+        if self._choices.score_centering:
+            self._top_k = recorder.top_k()
+        if KEPT in self._keys:
+            self._sets = recorder.sets(completions)
+            for sets, ids in zip(self._sets, self._completions, strict=True):
+                _check_members(sets, ids)
         return generated
 
     def _recorder(self) -> _Recorder | VllmRecorder:
         if self._trainer.use_vllm:
-            return VllmRecorder(self._trainer.vllm_generation, self._temperature)
-        return _Recorder(causal_model(self._trainer.model), self._temperature)
+            return VllmRecorder(self._trainer.vllm_generation, self._temperature, self._choices)
+        return _Recorder(causal_model(self._trainer.model), self._temperature, self._choices)
 
     def _with_sets(self, generate: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         if self._undone:
@@ -146,13 +168,19 @@ class Replay:
                 row[: len(ids)] != ids for row, ids in zip(rows, self._completions, strict=True)
             ):
                 raise ValueError(
-                    f"replay_kept_tokens must be False with this {type(self._trainer).__name__}, "
+                    f"{self._choices.unrecorded} with this {type(self._trainer).__name__}, "
                     f"whose {_BATCH} does not return the completions of its last generation in "
                     "their order"
                 )
-            return {**batch, KEPT: self.sets(len(rows))}
+            batch = batch if (sets := self.sets(len(rows))) is None else {**batch, KEPT: sets}
+            if self._top_k is None:
+                return batch
+            mask = batch["completion_mask"][..., None] == 0
+            missing = (0, 0, 0, mask.shape[1] - self._top_k.token_ids.shape[1])
+            ids, logprobs = (pad(x, missing) for x in self._top_k.to(mask.device))
+            return {**batch, **dict(zip(TOP_K, (ids.masked_fill(mask, -1), logprobs), strict=True))}
         finally:
-            self._sets = None
+            self._sets = self._top_k = None
 
 
 def kept_of(sets: Sequence[KeptTokens], token_ids: Tensor) -> KeptTokens:
@@ -164,11 +192,13 @@ def kept_of(sets: Sequence[KeptTokens], token_ids: Tensor) -> KeptTokens:
 
 
 class _Recorder:
-    """The last logits processor of a generation, which records the tokens that are left."""
+    """The last logits processor of a generation, which records what it is given."""
 
-    def __init__(self, causal: Any, temperature: float) -> None:
-        self._causal, self._temperature = causal, temperature
+    def __init__(self, causal: Any, temperature: float, choices: Choices) -> None:
+        self._causal, self._temperature, self._choices = causal, temperature, choices
         self._steps: list[KeptTokens] = []
+        self._top_k: list[tuple[Tensor, Tensor]] = []
+        self._rows: list[int] = []  # the number of sequences of each step
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -189,10 +219,12 @@ class _Recorder:
             del causal.__dict__[_PROCESSORS]
 
     def _check(self, config: Any, processors: Sequence[Any]) -> None:
-        """Refuse options with which the sampler's distribution does not follow from the sets."""
+        """Refuse options with which the sampler's distribution does not follow from the record."""
         mode = config.get_generation_mode()
         if mode != "sample":
-            raise ValueError(f"replay_kept_tokens must be False for a generation by {mode.value}")
+            raise ValueError(f"{self._choices.unrecorded} for a generation by {mode.value}")
+        if not self._choices.replay_kept_tokens:
+            return
         temperature = 1.0
         for processor in processors:
             kind = type(processor).__name__
@@ -211,24 +243,37 @@ class _Recorder:
             )
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Record the tokens that are left in logits `[B, V]`."""
+        """Record what is wanted of logits `[B, V]`."""
+        self._rows.append(len(scores))
+        if top_k := self._choices.score_centering:
+            logprobs = scores.float().log_softmax(-1)
+            found = logprobs.topk(min(top_k, scores.shape[1]))
+            self._top_k.append((found.indices, found.values))
+        if not self._choices.replay_kept_tokens:
+            return scores
         left = scores != -torch.inf
         left &= ~left.all(1, keepdim=True)  # all of them are an empty set
         offsets = pad(left.sum(1).cumsum(0), (1, 0))
         self._steps.append(KeptTokens(left.nonzero()[:, 1].int(), offsets).to("cpu"))
         return scores
 
+    def check(self, completions: Sequence[Sequence[int]]) -> None:
+        """Refuse completions that are not those of the steps."""
+        count, steps, longest = len(completions), len(self._rows), max(map(len, completions))
+        if {*self._rows} != {count} or longest > steps:
+            raise RuntimeError(
+                f"{self._choices.unrecorded} with {count} completions of up to {longest} tokens "
+                f"where transformers sampled {steps} for {sorted({*self._rows})} sequences"
+            )
+
+    def top_k(self) -> TopKLogprobs:
+        """Return the most likely tokens of completions, `[B, C, K]`."""
+        fields = zip(*self._top_k, strict=True)
+        return TopKLogprobs(*(torch.stack(field, 1) for field in fields))
+
     def sets(self, completions: Sequence[Sequence[int]]) -> list[KeptTokens]:
         """Return the sets of each completion."""
-        count, steps = len(completions), len(self._steps)
-        longest = max(map(len, completions))
-        rows = {len(step.offsets) - 1 for step in self._steps}
-        if rows != {count} or longest > steps:
-            raise RuntimeError(
-                f"replay_kept_tokens needs the sets of {count} completions of up to {longest} "
-                f"tokens, and transformers sampled {steps} for {sorted(rows)} sequences"
-            )
-        every = KeptTokens.concatenate(self._steps)
+        count, every = len(completions), KeptTokens.concatenate(self._steps)
         return [
             every.take(torch.arange(len(ids)) * count + row) for row, ids in enumerate(completions)
         ]

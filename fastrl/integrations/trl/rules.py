@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from math import inf
 from typing import Any
 
-from fastrl import Objective
+from fastrl import Objective, RolloutCorrection
 from fastrl.integrations.support import Support
 from fastrl.integrations.trl.vllm_replay import lacks_sets
 from fastrl.integrations.trl_objective import LOSS_TYPES, trl_objective
 
 
-def objective_of(trainer: Any) -> Objective:
+def objective_of(trainer: Any, *, centered: bool = False) -> Objective:
     """Return the objective of an `RLOOTrainer`, or of a `GRPOTrainer` with one of `LOSS_TYPES`.
 
-    RLOO clips the ratio of a whole sequence: its log-ratio is the sum over the tokens.
+    RLOO clips the ratio of a whole sequence: its log-ratio is the sum over the tokens. With score
+    centering the objective has TRL's correction between trainer and vLLM.
 
     Raises:
         ValueError: an option has a value that no `Objective` has.
     """
     if is_rloo(trainer):
         return Objective(clip_low=trainer.epsilon_low, clip_high=trainer.epsilon_high)
-    return trl_objective(
+    objective = trl_objective(
         trainer.loss_type,
         level=trainer.importance_sampling_level,
         epsilon_low=trainer.epsilon_low,
@@ -36,6 +39,26 @@ def objective_of(trainer: Any) -> Objective:
         off_policy_threshold=getattr(trainer, "off_policy_mask_threshold", None),
         top_entropy_quantile=getattr(trainer, "top_entropy_quantile", 1.0),
     )
+    if not centered:
+        return objective
+    correction = None
+    if _corrects(trainer):
+        level, kind = trainer.vllm_importance_sampling_mode.split("_")
+        low, high = (getattr(trainer, f"vllm_importance_sampling_clip_{x}") for x in ("min", "max"))
+        correction = RolloutCorrection(
+            kind=kind, level=level, low=low or 0.0, high=inf if high is None else high
+        )
+    return replace(objective, score_centering=True, rollout_correction=correction)
+
+
+def _corrects(trainer: Any) -> bool:
+    return bool(trainer.use_vllm and trainer.vllm_importance_sampling_correction)
+
+
+def is_off_policy(trainer: Any) -> bool:
+    """Return whether a generation serves several optimizer steps of a `GRPOTrainer`."""
+    steps = trainer.args.steps_per_generation * trainer.num_iterations
+    return bool(trainer.args.gradient_accumulation_steps % steps)
 
 
 def _entropy_coef(trainer: Any) -> float:
@@ -49,15 +72,30 @@ def _entropy_coef(trainer: Any) -> float:
     return coefficient
 
 
-def _why_no_objective(trainer: Any) -> str | None:
+def refuse_uncentered(trainer: Any, reason: str | None, *, replays: bool) -> None:
+    """Raise if a loss cannot be centered; `reason` is why TRL computes it, or None."""
+    for rule in NOT_CENTERED:
+        if rule.applies is not None and rule.applies(trainer):
+            raise ValueError(f"use_fastrl does not support {rule.option}: {rule.note}")
+    if is_off_policy(trainer) and not replays:
+        raise ValueError(
+            "replay_kept_tokens must be True with score_centering and several optimizer steps per "
+            "generation, got False: old log-probabilities must be the sampler's"
+        )
+    if reason := reason or _why_no_objective(trainer, centered=True):
+        raise ValueError(f"score_centering must be None: {reason}")
+
+
+def _why_no_objective(trainer: Any, *, centered: bool = False) -> str | None:
     if _has_another_loss_type(trainer):
         return None
     try:
-        objective_of(trainer)
+        objective_of(trainer, centered=centered)
     except ValueError as error:
         cispo = not is_rloo(trainer) and trainer.loss_type == "cispo"
         upper = "epsilon_high - 1" if cispo else "epsilon_high"
         names = {"clip_low": "epsilon", "clip_high": upper, "kl_coef": "beta"}
+        names |= {"level": "importance_sampling_level"} if str(error).startswith("level") else {}
         return re.sub("|".join(names), lambda name: names[name[0]], str(error))
     return None
 
@@ -117,39 +155,32 @@ REFUSED: tuple[Support, ...] = (
     ),
 )
 
-#: Rules for `replay_kept_tokens=True`.
+_RECORDED = "`replay_kept_tokens=True` or `score_centering=K` with "
+
+#: Rules for what records the sampler.
 NOT_REPLAYED: tuple[Support, ...] = (
     Support(
-        option='`replay_kept_tokens=True` with `vllm_mode="server"`',
+        option=_RECORDED + '`vllm_mode="server"`',
         handling="refused",
         note="TRL asks `/v1/completions`, which does not return the tokens that vLLM kept. It "
         "would have to ask `/inference/v1/generate` of a server with `--return-sampling-mask`",
         applies=lambda t: t.use_vllm and t.vllm_mode == "server",
     ),
     Support(
-        option="`replay_kept_tokens=True` with `vllm_tensor_parallel_size > 1`",
+        option=_RECORDED + "`vllm_tensor_parallel_size > 1`",
         handling="refused",
         note="TRL generates the completions of several ranks at once",
         applies=lambda t: t.use_vllm and t.vllm_tensor_parallel_size > 1,
     ),
     Support(
-        option="`replay_kept_tokens=True` with a vLLM engine that does not return the tokens it "
-        "kept",
-        handling="refused",
-        note="make the trainer in a block: `with vllm_returns_kept_tokens(): trainer = "
-        "GRPOTrainer(...)`. This function of `fastrl.integrations.trl` starts vLLM with "
-        "`return_sampling_mask=True`",
-        applies=lambda t: t.use_vllm and lacks_sets(t),
-    ),
-    Support(
-        option="`replay_kept_tokens=True` with `use_transformers_continuous_batching`",
+        option=_RECORDED + "`use_transformers_continuous_batching`",
         handling="refused",
         note="its logits belong to whichever sequences are running, and `generate_batch` does not "
         "return the tokens that each sequence kept",
         applies=lambda t: t.use_transformers_continuous_batching,
     ),
     Support(
-        option="`replay_kept_tokens=True` with `rollout_func`, tools or environments",
+        option=_RECORDED + "`rollout_func`, tools or environments",
         handling="refused",
         note="their completions do not come from a single generation",
         applies=lambda t: (
@@ -159,12 +190,42 @@ NOT_REPLAYED: tuple[Support, ...] = (
         ),
     ),
     Support(
-        option="`replay_kept_tokens=True` with prompt or prefix tuning (`peft`)",
+        option=_RECORDED + "prompt or prefix tuning (`peft`)",
         handling="refused",
         note="TRL's log-probabilities differ from the sampler's even over the whole vocabulary",
         applies=lambda t: getattr(
             getattr(t.model, "active_peft_config", None), "is_prompt_learning", False
         ),
+    ),
+)
+
+WITHOUT_SETS = Support(
+    option="`replay_kept_tokens=True` with a vLLM engine that does not return the tokens it kept",
+    handling="refused",
+    note="make the trainer in a block: `with vllm_returns_kept_tokens(): trainer = "
+    "GRPOTrainer(...)`. This function of `fastrl.integrations.trl` starts vLLM with "
+    "`return_sampling_mask=True`",
+    applies=lambda t: t.use_vllm and lacks_sets(t),
+)
+
+#: Rules for `score_centering`.
+NOT_CENTERED: tuple[Support, ...] = (
+    Support(
+        option='`score_centering=K` with `vllm_importance_sampling_mode="sequence_mask"` or '
+        '`"sequence_truncate"`',
+        handling="refused",
+        note="the weight of a token must be a function of its own ratio: set `token_mask` or "
+        "`token_truncate`, or `vllm_importance_sampling_correction=False`",
+        applies=lambda t: _corrects(t) and t.vllm_importance_sampling_mode.startswith("sequence"),
+    ),
+    Support(
+        option="`score_centering=K` with several optimizer steps per generation (`num_iterations` "
+        "times `steps_per_generation` does not divide `gradient_accumulation_steps`)",
+        handling="refused",
+        note="off policy with a clip or a correction the expected score has no agreed form. "
+        '`loss_type="cispo"` is supported with `replay_kept_tokens=True` and generation by '
+        "`transformers`, whose log-probabilities are then the old ones",
+        applies=lambda t: is_off_policy(t) and (t.loss_type != "cispo" or t.use_vllm),
     ),
 )
 
@@ -231,6 +292,13 @@ FUSED: tuple[Support, ...] = (
         handling="fused",
         note="log-probabilities are the sampler's, over the tokens that it kept. Without this "
         "option they are over the whole vocabulary, as in TRL, and a warning says so",
+    ),
+    Support(
+        option="`GRPOTrainer` with `use_fastrl(trainer, score_centering=K)`, generation by "
+        "`transformers` or a colocated vLLM",
+        handling="fused",
+        note="the loss is not TRL's: the sampler's expected score is subtracted. Losses that "
+        "fastrl does not compute in one pass over the hidden states are refused",
     ),
     Support(
         option="`use_vllm`, every `vllm_importance_sampling_mode`",
@@ -309,7 +377,8 @@ OTHERS: tuple[Support, ...] = (
     ),
     Support(
         option="`replay_kept_tokens=True` with an option that changes the logits of kept tokens "
-        "(`repetition_penalty`, ...), another temperature in `generation_kwargs`, beams",
+        "(`repetition_penalty`, ...) or another temperature in `generation_kwargs`; this or "
+        "`score_centering=K` with beams or greedy search",
         handling="refused",
         note="the first generation raises the error; with vLLM, `use_fastrl`",
     ),
@@ -331,6 +400,8 @@ SUPPORT: tuple[Support, ...] = (
     *PRIMITIVE,
     *REFUSED,
     *NOT_REPLAYED,
+    WITHOUT_SETS,
+    *NOT_CENTERED,
     *OTHERS,
 )
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from fastrl.integrations.support import Support
 from fastrl.integrations.trl import distillation, gkd, iw_opd, rules, self_distillation
-from fastrl.integrations.trl.handle import Choices, Handle
+from fastrl.integrations.trl.handle import Choices, Handle, check_positive
 from fastrl.integrations.trl.logits_trainers import SUPPORT as _OF_LOGITS
 from fastrl.integrations.trl.logits_trainers import LogitsHandle
 from fastrl.integrations.trl.other_trainers import way_on
@@ -127,6 +127,13 @@ def handle_of(trainer: Any, choices: Choices) -> Handle:
             f"replay_kept_tokens must be False for a {row.name}, whose loss is not of the tokens "
             "that a sampler kept"
         )
+    if choices.score_centering is not None:
+        check_positive("score_centering", choices.score_centering)
+        if row.adapter is not PolicyHandle or rules.is_rloo(trainer):
+            raise ValueError(
+                f"score_centering must be None for a {row.name}, got {choices.score_centering}: it "
+                "changes the loss of a GRPOTrainer"
+            )
     handle = row.adapter(trainer, base, choices)
     try:
         handle.announce()

@@ -1,15 +1,20 @@
-"""The tokens that the vLLM engine of a TRL trainer kept, which vLLM 0.28 and later can return."""
+"""What the vLLM engine of a TRL trainer kept, as vLLM 0.28 returns it, or held most likely."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastrl.ops.kept_tokens import KeptTokens
+from fastrl.ops.top_k_logprobs import TopKLogprobs
+
+if TYPE_CHECKING:
+    from fastrl.integrations.trl.handle import Choices
 
 _RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
@@ -80,20 +85,37 @@ def lacks_sets(trainer: Any) -> bool:
 
 
 class VllmRecorder:
-    """The completions of one call of TRL's vLLM engine, with their sets."""
+    """The completions of one call of TRL's vLLM engine, with what it returns of each token."""
 
-    def __init__(self, generation: Any, temperature: float) -> None:
-        """Refuse options with which the sampler's distribution does not follow from the sets.
+    def __init__(self, generation: Any, temperature: float, choices: Choices) -> None:
+        """Refuse options with which the sampler's distribution does not follow from the record.
 
         Args:
             generation: TRL's `VLLMGeneration`.
             temperature: the temperature of the trainer's log-probabilities.
+            choices: which say what is recorded.
 
         Raises:
-            ValueError: an option has a value that cannot be replayed.
+            ValueError: an option has a value that cannot be recorded.
         """
-        self._llm, self._done = generation.llm, list[Any]()
-        options = generation.generation_kwargs
+        self._llm, self._done, self._choices = generation.llm, list[Any](), choices
+        options, top_k = generation.generation_kwargs, choices.score_centering
+        own = options.get("temperature", generation.temperature)
+        if own < 0.01:  # vLLM raises lower ones to it, or takes the likeliest token
+            raise ValueError(
+                f"temperature must be at least 0.01 in vLLM, or {choices.unrecorded}; got {own}"
+            )
+        if top_k is not None:
+            most = self._llm.llm_engine.model_config.max_logprobs
+            if 0 <= most < top_k:
+                raise ValueError(
+                    f"score_centering must be at most {most}, the max_logprobs of vLLM, got "
+                    f"{top_k}: TRL has no option for it, but starts the engine by "
+                    "`trl.generation.vllm_generation.LLM`. Set that to `functools.partial(LLM, "
+                    f"max_logprobs={top_k})` before the trainer is made"
+                )
+        if not choices.replay_kept_tokens:
+            return
         for name, neutral in (("repetition_penalty", 1.0), ("structured_outputs_regex", None)):
             if (value := getattr(generation, name)) != neutral:
                 raise ValueError(
@@ -106,14 +128,11 @@ class VllmRecorder:
                 "vLLM: only options that leave the logits of kept tokens are allowed, "
                 f"{', '.join(sorted(_ALLOWED))}"
             )
-        own = options.get("temperature", generation.temperature)
         if own != temperature:
             raise ValueError(
                 f"generation_kwargs must have the trainer's temperature {temperature} with "
                 f"replay_kept_tokens, got {own}"
             )
-        if own < 0.01:  # vLLM raises lower ones to it, or takes the likeliest token
-            raise ValueError(f"temperature must be at least 0.01 in vLLM, got {own}")
         if (top_k := options.get("top_k", generation.top_k) or 0) <= 0:
             raise ValueError(
                 f"top_k must be above 0 with replay_kept_tokens and vLLM, got {top_k}: vLLM "
@@ -122,12 +141,19 @@ class VllmRecorder:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Keep what the engine returns."""
+        """Keep what the engine returns, and return what TRL asks for."""
         own, before = self._llm.generate, self._llm.__dict__.get("generate")
+        top_k = self._choices.score_centering
 
-        def generate(*arguments: Any, **options: Any) -> Any:
-            outputs = own(*arguments, **options)
-            self._done += [one for output in outputs for one in output.outputs]
+        def generate(*arguments: Any, sampling_params: Any, **options: Any) -> Any:
+            if top_k is not None:
+                sampling_params.logprobs = top_k
+            outputs = own(*arguments, sampling_params=sampling_params, **options)
+            done = [one for output in outputs for one in output.outputs]
+            self._done += map(copy.copy, done)
+            for one in done if top_k is not None else ():  # TRL takes the likeliest of a place
+                places = zip(one.token_ids, one.logprobs, strict=True)
+                one.logprobs = [{token: found[token]} for token, found in places]
             return outputs
 
         self._llm.generate = generate
@@ -138,17 +164,26 @@ class VllmRecorder:
             if before is not None:
                 self._llm.generate = before
 
-    def sets(self, completions: Sequence[Sequence[int]]) -> list[KeptTokens]:
+    def check(self, completions: Sequence[Sequence[int]]) -> None:
+        """Raise a `RuntimeError` if the completions are not those of the engine."""
+        if [list(one.token_ids) for one in self._done] != [list(ids) for ids in completions]:
+            raise RuntimeError(
+                f"{self._choices.unrecorded} with these {len(completions)} completions, and the "
+                f"{len(self._done)} that vLLM generated are others, or in another order"
+            )
+
+    def top_k(self) -> TopKLogprobs:
+        """Return the most likely tokens of completions, `[B, C, K]`."""
+        count = self._choices.score_centering or 0
+        found = TopKLogprobs.from_vllm(self._done, top_k=count)
+        return TopKLogprobs(*(x.reshape(len(self._done), -1, count) for x in found))
+
+    def sets(self, _: Sequence[Sequence[int]]) -> list[KeptTokens]:
         """Return the sets of each completion.
 
         Raises:
-            RuntimeError: the completions are not those of the engine, or it returned no sets.
+            RuntimeError: the engine returned no sets.
         """
-        if [list(one.token_ids) for one in self._done] != [list(ids) for ids in completions]:
-            raise RuntimeError(
-                f"replay_kept_tokens needs the sets of {len(completions)} completions, and the "
-                f"{len(self._done)} that vLLM generated are others, or in another order"
-            )
         for one in self._done:
             if one.token_ids and getattr(one, "sampling_mask", None) is None:
                 raise RuntimeError("vLLM returned a completion without the tokens that it kept")
