@@ -1,7 +1,5 @@
 """`score_centering`: the sampler's most likely tokens reach the loss, which is that of a hand."""
 
-import re
-
 import pytest
 import torch
 
@@ -12,7 +10,6 @@ trl = needed("trl")
 
 from fastrl.integrations.trl import use_fastrl  # noqa: E402
 from fastrl.integrations.trl.replay import KEPT, TOP_K  # noqa: E402
-from fastrl.integrations.trl.rules import NOT_CENTERED  # noqa: E402
 from fastrl.ops.metrics import CENTERING_METRICS  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -167,3 +164,96 @@ def test_a_step_is_that_of_a_hand(name, tiny_path, tmp_path):
         assert (found[:, -1] - own.topk(5).values[:, -1] > -1e-5)[found[:, -1] > -1e8].all()
     move(trainer, moves)
     check_step(trainer, batch)
+
+
+def test_cispo_off_policy(tiny_path, tmp_path):
+    """With the sampler's log-probabilities as old ones, the weight is the clipped ratio."""
+    options = {"loss_type": "cispo", "epsilon_high": 1.5, "num_iterations": 2, "top_k": 9}
+    trainer = make_trainer(tiny_path, output_dir=tmp_path, **PARTS, **options)
+    use_fastrl(trainer, score_centering=5, replay_kept_tokens=True)
+    batch, moves = first_batch(trainer)
+    move(trainer, moves)
+    trainer.use_vllm, trainer.vllm_importance_sampling_clip_max = True, 1.5
+    trainer.vllm_importance_sampling_mode = "token_truncate"
+    expected = by_hand(trainer, batch | {"sampling_per_token_logps": batch["old_per_token_logps"]})
+    trainer.use_vllm = False
+    ours = loss_of(trainer, batch)
+    assert ours[0].item() == pytest.approx(expected[0], abs=1e-5)
+    torch.testing.assert_close(ours[2], expected[2], rtol=1e-4, atol=1e-5)
+
+
+def test_metrics_and_undo(tiny_path, tmp_path):
+    trainer = make_trainer(tiny_path, output_dir=tmp_path, top_p=0.7, max_steps=1, **PARTS)
+    trainer.eval_dataset = trainer.train_dataset
+    with use_fastrl(trainer, score_centering=80):  # more than the vocabulary
+        trainer.train()
+        assert {f"eval_{name}" for name in METRICS} <= trainer.evaluate().keys()
+        step = trainer.state.log_history[0]
+        assert step[METRICS[0]] == pytest.approx(1, abs=1e-6)
+        assert 0 < step[METRICS[1]] < 0.4  # log(1 / 0.7) and a little
+        assert TOP_K[0] in trainer._buffered_inputs[0]
+    assert trainer._buffered_inputs is None
+    replaced = ("_compute_loss", "_generate_single_turn", "_generate_and_score_completions")
+    assert not {*replaced} & trainer.__dict__.keys()
+    assert "_get_logits_processor" not in trainer.model.__dict__
+    batch, _ = first_batch(trainer)
+    assert not {*TOP_K} & batch.keys()
+    lacking = pytest.raises(ValueError, match="inputs must have rollout_top_k_ids, rollout_top_k_l")
+    with use_fastrl(trainer, score_centering=2), lacking:
+        trainer.compute_loss(trainer.model, batch)
+
+
+OFF_POLICY = "several optimizer steps per generation .*: off policy with a clip"
+REFUSED = {
+    "at least 1, got 0": ({}, {"score_centering": 0}),
+    "None or an int, got float": ({}, {"score_centering": 4.0}),
+    "None: fused is False": ({}, {"fused": False}),
+    "None: no Objective is loss_type='vespo', so": ({"loss_type": "vespo"}, {}),
+    "importance_sampling_level must be 'token' with score_centering, got 'sequence'": (
+        {"importance_sampling_level": "sequence"},
+        {},
+    ),
+    r"epsilon_high - 1 must be at least 0 with score_centering, got -0\.8": (
+        {"loss_type": "cispo"},
+        {},
+    ),
+    OFF_POLICY: ({"num_iterations": 2}, {}),
+    f"{OFF_POLICY} or": ({"steps_per_generation": 2, "loss_type": "sapo"}, {}),
+    "replay_kept_tokens must be True with score_centering and several optimizer steps": (
+        {"num_iterations": 2, "loss_type": "cispo", "epsilon_high": 2.0},
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_what_cannot_be_centered_is_refused(sentence, tiny_path, tmp_path):
+    options, use = REFUSED[sentence]
+    trainer = make_trainer(tiny_path, output_dir=tmp_path, **options)
+    before = dict(trainer.__dict__)
+    with pytest.raises((TypeError, ValueError), match=f"score_centering.*{sentence}|{sentence}"):
+        use_fastrl(trainer, **{"score_centering": 4, **use})
+    assert trainer.__dict__ == before
+
+
+def test_other_trainers_are_refused(tiny_path, tmp_path):
+    for kind in ("RLOO", "SFT"):
+        trainer = make_trainer(tiny_path, kind, output_dir=tmp_path)
+        with pytest.raises(ValueError, match=f"score_centering must be None for a {kind}.*got 4"):
+            use_fastrl(trainer, score_centering=4)
+
+
+def test_what_changes_later_is_refused(tiny_path, tmp_path):
+    sampled = {"generation_kwargs": {"do_sample": False}}
+    trainer = make_trainer(tiny_path, output_dir=tmp_path, **sampled)
+    use_fastrl(trainer, score_centering=4)
+    with pytest.raises(ValueError, match="score_centering must be None for a generation by greedy"):
+        trainer.train()
+    trainer = make_trainer(tiny_path, output_dir=tmp_path)
+    use_fastrl(trainer, score_centering=4)
+    batch, _ = first_batch(trainer)
+    with pytest.raises(ValueError, match="score_centering must be None: inputs has more than"):
+        trainer.compute_loss(trainer.model, batch | {"other": torch.ones(4)})
+    trainer.loss_type = "vespo"
+    with pytest.raises(ValueError, match="score_centering must be None: no Objective is"):
+        trainer.compute_loss(trainer.model, batch)

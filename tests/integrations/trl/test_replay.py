@@ -14,6 +14,7 @@ trl = needed("trl")
 from transformers import TrainerCallback  # noqa: E402
 
 from fastrl.integrations.trl import use_fastrl  # noqa: E402
+from fastrl.integrations.trl.handle import Choices  # noqa: E402
 from fastrl.integrations.trl.loss import can_be_fused  # noqa: E402
 from fastrl.integrations.trl.replay import KEPT, Replay, kept_of  # noqa: E402
 from fastrl.integrations.trl.rules import NOT_REPLAYED  # noqa: E402
@@ -214,14 +215,14 @@ def test_sets_that_cannot_be_recorded_are_refused(option, trainer, monkeypatch):
     owner = getattr(trainer, *owner) if owner else trainer
     monkeypatch.setattr(owner, name, value, raising=owner is trainer)
     before = dict(trainer.__dict__)
-    with pytest.raises(ValueError, match=f"replay_kept_tokens does not support .*{sentence}"):
+    with pytest.raises(ValueError, match=f"use_fastrl does not support `repl.*{sentence}"):
         use_fastrl(trainer, replay_kept_tokens=True)
     assert trainer.__dict__ == before
     use_fastrl(trainer).undo()
 
 
 def test_every_rule_is_tested():
-    assert len(NOT_REPLAYED) == 3 + 3  # here, and those for vLLM in vllm/test_replay_stand_in.py
+    assert len(NOT_REPLAYED) == 3 + 2  # here, and those for vLLM in vllm/test_replay_stand_in.py
 
 
 def test_a_trl_without_a_method_is_refused(trainer, monkeypatch):
@@ -336,7 +337,8 @@ def test_scores_without_sets_are_refused(trainer):
 
 def test_sets_are_those_of_the_batch_that_is_scored(trainer):
     """Only while it is scored, also if that raises, and only for as many sequences."""
-    replay, sets = Replay(trainer), [KeptTokens.from_lists([[3]])] * 2
+    replay = Replay(trainer, Choices(replay_kept_tokens=True))
+    sets = [KeptTokens.from_lists([[3]])] * 2
     outside = "replay_kept_tokens must be False where"
     with replay.of_batch({KEPT: sets}):
         assert replay.sets(2) is sets

@@ -1,4 +1,7 @@
-"""`replay_kept_tokens` with a stand-in for vLLM's engine; `make test-vllm` has the real one."""
+"""`replay_kept_tokens` and `score_centering` with a stand-in for vLLM's engine.
+
+`make test-vllm` has the real one.
+"""
 
 import contextlib
 import dataclasses
@@ -19,6 +22,12 @@ from trl.generation import vllm_generation  # noqa: E402
 
 from fastrl.integrations.trl import use_fastrl, vllm_returns_kept_tokens  # noqa: E402
 from fastrl.integrations.trl.replay import KEPT  # noqa: E402
+from tests.integrations.trl.test_centering import (  # noqa: E402
+    by_hand,
+    check_step,
+    first_batch,
+    loss_of,
+)
 from tests.repo.test_replace_the_loss import blocks  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -31,7 +40,9 @@ class LLM:
     """An engine whose completions and sets are random, and in no order."""
 
     def __init__(self, *, return_sampling_mask=False, **_):
-        config = SimpleNamespace(return_sampling_mask=return_sampling_mask, max_model_len=64)
+        config = SimpleNamespace(
+            return_sampling_mask=return_sampling_mask, max_model_len=64, max_logprobs=20
+        )
         worker = SimpleNamespace(model_runner=SimpleNamespace(model=mock.Mock()))
         executor = SimpleNamespace(driver_worker=worker)
         self.llm_engine = SimpleNamespace(model_config=config, model_executor=executor)
@@ -42,19 +53,30 @@ class LLM:
 
     def generate(self, prompts, sampling_params, use_tqdm):
         assert (sampling_params.n, use_tqdm) == (1, False)
-        outputs = [self.output(prompt["prompt_token_ids"]) for prompt in prompts]
+        count = sampling_params.logprobs or 0
+        outputs = [self.output(prompt["prompt_token_ids"], count) for prompt in prompts]
         self.returned = [output.outputs[0] for output in outputs]
         return outputs
 
-    def output(self, prompt):
+    def output(self, prompt, wanted):
         count = int(torch.randint(1, 8, ()))
         sets = [torch.randperm(VOCABULARY)[: 2 + i].tolist() for i in range(count)]
         one = SimpleNamespace(
             token_ids=[ids[0] for ids in sets],
-            logprobs=[{ids[0]: SimpleNamespace(logprob=-1.0, rank=1)} for ids in sets],
+            logprobs=[logprobs(ids[0], wanted) for ids in sets],
             sampling_mask=SimpleNamespace(token_ids=[sorted(ids) for ids in sets]),
         )
         return SimpleNamespace(prompt_token_ids=prompt, outputs=[one])
+
+
+def logprobs(token, count):
+    """What vLLM returns of a random distribution: the sampled token and the `count` likeliest."""
+    values = torch.randn(VOCABULARY).log_softmax(0)
+    order = values.argsort(descending=True).tolist()
+    places = {token: order.index(token), **dict(zip(order[:count], range(count), strict=True))}
+    return {
+        t: SimpleNamespace(logprob=values[t].item(), rank=place + 1) for t, place in places.items()
+    }
 
 
 def stand_in(*flags):
@@ -255,3 +277,72 @@ def test_a_patched_engine_stays_patched(made):
     getattr(trainer, BATCH)([trainer.train_dataset[0]] * 4)
     assert engine.generate is patch
     assert patch.call_count == 1
+
+
+MODES = {
+    "truncate": {
+        "vllm_importance_sampling_mode": "token_truncate",
+        "vllm_importance_sampling_clip_max": 1.0,
+    },
+    "truncate both": {
+        "vllm_importance_sampling_mode": "token_truncate",
+        "vllm_importance_sampling_clip_min": 0.5,
+        "loss_type": "sapo",
+    },
+    "mask": {
+        "vllm_importance_sampling_mode": "token_mask",
+        "vllm_importance_sampling_clip_min": 0.2,
+        "loss_type": "cispo",
+        "epsilon_high": 2.0,
+    },
+    "none": {"vllm_importance_sampling_correction": False},
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_score_centering_by_hand(name, made):
+    """And TRL's loss is that of a hand without it, whose weight is a function of p / q."""
+    trainer = made(with_sets=False, gradient_accumulation_steps=2, **MODES[name])
+    engine = trainer.vllm_generation.llm
+    with use_fastrl(trainer, score_centering=4):
+        batch, _ = first_batch(trainer)
+        for i, one in enumerate(batch["completion_ids"].tolist()):  # TRL has shuffled them
+            [own] = [x for x in engine.returned if one[: len(x.token_ids)] == x.token_ids]
+            drawn = [found[t].logprob for found, t in zip(own.logprobs, own.token_ids, strict=True)]
+            assert [*map(len, own.logprobs)] == [1] * len(drawn)
+            sampled = batch["sampling_per_token_logps"][i, : len(drawn)]
+            assert sampled.tolist() == pytest.approx(drawn)
+        metrics = check_step(trainer, batch)
+    assert (metrics["fastrl/zero_weight_fraction"][0] > 0) == (name == "mask")
+    theirs, expected = loss_of(trainer, batch), by_hand(trainer, batch, centered=False)
+    assert theirs[0].item() == pytest.approx(expected[0], abs=1e-5)
+    torch.testing.assert_close(theirs[2], expected[2], rtol=1e-4, atol=1e-5)
+
+
+UNCENTERED = {
+    'vllm_importance_sampling_mode="sequence_mask"` or .*: the weight of a token must be': {},
+    "score_centering must be at most 20, the max_logprobs of vLLM, got 21: .*max_logprobs=21": {
+        "top_k": 21
+    },
+    'score_centering=K` with `vllm_mode="server"': {"vllm_mode": "server"},
+    "temperature must be at least 0.01 in vLLM, or score_centering must be None": {
+        "temperature": 0.005
+    },
+    "several optimizer steps per generation": {
+        "num_iterations": 2,
+        "loss_type": "cispo",
+        "epsilon_high": 2.0,
+    },
+}
+
+
+@pytest.mark.parametrize("sentence", UNCENTERED)
+def test_what_vllm_cannot_center_is_refused(sentence, made, monkeypatch):
+    options = dict(UNCENTERED[sentence])
+    count, mode = options.pop("top_k", 4), options.pop("vllm_mode", "colocate")
+    if "sequence_mask" not in sentence:
+        options["vllm_importance_sampling_mode"] = "token_mask"
+    trainer = made(with_sets=False, **options)
+    monkeypatch.setattr(trainer, "vllm_mode", mode)
+    with pytest.raises(ValueError, match=sentence):
+        use_fastrl(trainer, score_centering=count)
