@@ -16,8 +16,14 @@ trl = pytest.importorskip("trl")
 from trl.generation import vllm_generation  # noqa: E402
 
 from fastrl.integrations.trl import use_fastrl, vllm_returns_kept_tokens  # noqa: E402
+from fastrl.integrations.trl.replay import TOP_K  # noqa: E402
 from tests.integrations.trl.kinds import make_trainer  # noqa: E402
 from tests.integrations.trl.runs import VOCABULARY, save_model  # noqa: E402
+from tests.integrations.trl.test_centering import (  # noqa: E402
+    first_batch,
+    in_float64,
+    log_softmax,
+)
 from tests.integrations.trl.vllm import on_cpu  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -128,3 +134,19 @@ def test_without_sets_the_trainer_scores_another_distribution(made):
     new, _, _ = gaps(trainer)
     assert 0.1 < new.mean() < new.max() <= -math.log(0.8) + 1e-5  # at least 0.8 is kept
     assert trainer.state.log_history[0][RATIO] < 0.95
+
+
+def test_vllm_returns_the_likeliest_tokens(made):
+    """Of the whole vocabulary, with the model's log-probabilities at the temperature."""
+    trainer = made(temperature=0.7, vllm_importance_sampling_mode="token_truncate")
+    use_fastrl(trainer, score_centering=5)
+    batch, _ = first_batch(trainer)
+    mask = batch["completion_mask"].bool()
+    ids, found = (batch[name][mask] for name in TOP_K)
+    own = log_softmax(trainer, in_float64(trainer.model), batch)[mask]
+    assert (own.gather(-1, ids) - found).abs().max() < 1e-5
+    assert (own.topk(5).values - found.sort(descending=True).values).abs().max() < 1e-5
+    trainer.train()
+    step = trainer.state.log_history[0]
+    assert step["fastrl/head_kl"] == pytest.approx(0, abs=1e-5)
+    assert step[RATIO] == pytest.approx(1, abs=1e-5)
