@@ -20,7 +20,7 @@ from fastrl.integrations.transformers.hooks import has_own_hooks
 from fastrl.integrations.transformers.wrappers import causal_model, wrappers
 from fastrl.integrations.trl.fused_models import FusedModels
 from fastrl.integrations.trl.packed_backbones import models_of
-from fastrl.integrations.trl.rules import REFUSED
+from fastrl.integrations.trl.rules import REFUSED, refuse
 from fastrl.integrations.undoing import Undoable
 from fastrl.ops.linear_token_stats import linear_token_stats
 
@@ -182,9 +182,7 @@ class Handle(Undoable):
             raise ValueError(
                 f"the loss of this {type(trainer).__name__} is already replaced; undo that first"
             )
-        for rule in (*REFUSED, *rules):
-            if rule.applies is not None and rule.applies(trainer):
-                raise ValueError(f"use_fastrl does not support {rule.option}: {rule.note}")
+        refuse(trainer, *REFUSED, *rules)
         _check_packed_tokens(trainer, choices)
         for model in models_of(trainer):
             lm_head(model)

@@ -66,16 +66,15 @@ def loss_of(
     temperature: float,
     backend: Backend,
     kept: KeptTokens | None,
-    top_k: TopKLogprobs | None = None,
 ) -> Callable[[Tensor, LmHead], dict[str, Tensor]]:
     """Return a function that computes a batch's `policy_loss`, `log_probs` and `entropy` `[B, K]`.
 
     Its arguments are the hidden states `[B, K, H]` that predict the completions, and the head. With
-    the sampler's `top_k` tokens, `centering` are the loss without score centering and its metrics.
+    the sampler's `TOP_K`, `centering` are the term of score centering and its metrics.
     """
     if is_rloo(trainer):
         return _rloo_loss(trainer, inputs, temperature, backend, kept)
-    return _grpo_loss(trainer, inputs, temperature, backend, kept, top_k)
+    return _grpo_loss(trainer, inputs, temperature, backend, kept)
 
 
 def _rloo_loss(
@@ -117,7 +116,6 @@ def _grpo_loss(
     temperature: float,
     backend: Backend,
     kept: KeptTokens | None,
-    top_k: TopKLogprobs | None,
 ) -> Callable[[Tensor, LmHead], dict[str, Tensor]]:
     objective = objective_of(trainer)
     arguments: dict[str, Any] = {
@@ -131,7 +129,7 @@ def _grpo_loss(
         "normalizer": normalizers(trainer, inputs, objective),
         "backend": backend,
     }
-    centered = {} if top_k is None else _centered(trainer, inputs, top_k)
+    centered = _centered(trainer, inputs) if TOP_K[0] in inputs else {}
 
     def compute(hidden: Tensor, head: LmHead) -> dict[str, Tensor]:
         with precision_of_head(trainer):
@@ -149,19 +147,20 @@ def _grpo_loss(
         if centered:
             plain = fastrl.policy_loss(result.logprobs, entropy=entropy, **arguments).loss
             metrics = [result.metrics[name] for name in ("active_tokens", *CENTERING_METRICS)]
-            found["centering"] = torch.stack([plain.detach(), *metrics])
+            found["centering"] = torch.stack([(result.loss - plain).detach(), *metrics])
         return found
 
     return compute
 
 
-def _centered(trainer: Any, inputs: dict[str, Any], top_k: TopKLogprobs) -> dict[str, Any]:
+def _centered(trainer: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of the loss that score centering changes.
 
     On policy, TRL's factor between trainer and vLLM becomes the objective's, which then has the
     same function of the ratio for the tokens that were not sampled.
     """
     objective = objective_of(trainer, centered=True)
+    top_k = TopKLogprobs(*(inputs[name] for name in TOP_K))
     changed = {"objective": objective, "rollout_top_k": top_k, "policy_weights": None}
     if objective.rollout_corrections:
         changed["rollout_logprobs"] = inputs["sampling_per_token_logps"]

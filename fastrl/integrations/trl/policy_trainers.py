@@ -81,8 +81,8 @@ class PolicyHandle(Handle):
         """Replace the methods of the instance."""
         _refuse_other_methods(trainer, base)
         super().__init__(trainer, choices, why_not_fused(trainer, (OWN_LOSS, *PRIMITIVE)))
+        refuse_uncentered(trainer, choices, self.reason)
         self._choices = choices
-        self._refuse_uncentered(self.reason)
         records = choices.replay_kept_tokens or choices.score_centering
         self._replay = replay = Replay(trainer, choices) if records else None
         self.models.counts_positions = replay is not None
@@ -108,10 +108,6 @@ class PolicyHandle(Handle):
         if self._replay is not None:
             self._replay.undo()
         super().undo()
-
-    def _refuse_uncentered(self, reason: str | None) -> None:
-        if self._choices.score_centering is not None:
-            refuse_uncentered(self.trainer, reason, replays=self._choices.replay_kept_tokens)
 
     def _score(
         self,
@@ -165,8 +161,7 @@ class PolicyHandle(Handle):
         self, token_ids: Tensor, kept: KeptTokens | None, *, with_entropy: bool
     ) -> Callable[[Tensor, LmHead], dict[str, Tensor]]:
         if self._fusing is not None:
-            top_k = None if self._replay is None else self._replay.top_k(self._fusing)
-            return loss_of(self.trainer, self._fusing, self._temperature, self.backend, kept, top_k)
+            return loss_of(self.trainer, self._fusing, self._temperature, self.backend, kept)
         return token_outputs(
             self.trainer,
             token_ids,
@@ -185,8 +180,9 @@ class PolicyHandle(Handle):
 
     def _fused(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         known, reason = can_be_fused(inputs), why_not_fused(self.trainer)
-        self._refuse_uncentered(reason if known else f"inputs has more than TRL's, {[*inputs]}")
-        if not known or reason is not None:
+        reason = reason if known else f"inputs must be TRL's alone, got {', '.join(inputs)}"
+        refuse_uncentered(self.trainer, self._choices, reason)
+        if reason is not None:
             loss: Tensor = self._loss(model, inputs)
             if has_ratios(self.trainer, inputs):  # other ranks may add up their counts
                 log_saturated(self.trainer, torch.zeros(2, dtype=torch.float32, device=loss.device))
@@ -204,17 +200,15 @@ class PolicyHandle(Handle):
             saturated = count_saturated(self.trainer, inputs, logprobs)
             # TRL has just read its metrics from the device, so one more read causes no wait
             fraction = log_saturated(self.trainer, saturated)
-        loss = compared = outputs.policy_loss
-        if outputs.centering is not None:
-            compared = outputs.centering[0]
-            log_centering(self.trainer, outputs.centering)
+        loss = outputs.policy_loss
         if outputs.aux_loss is not None:
-            weighted = outputs.aux_loss * (
-                self.trainer.router_aux_loss_coef / accumulated(self.trainer)
-            )
-            loss, compared = loss + weighted, compared + weighted
+            weight = self.trainer.router_aux_loss_coef / accumulated(self.trainer)
+            loss = loss + weight * outputs.aux_loss
+        if outputs.centering is not None:
+            theirs = theirs + outputs.centering[0]
+            log_centering(self.trainer, outputs.centering)
         if fraction == 0:
-            self._compare(compared, theirs)
+            self._compare(loss, theirs)
         elif not self._warned_of_saturation:
             self._warned_of_saturation = True
             warn_of_saturation(self.trainer, fraction)

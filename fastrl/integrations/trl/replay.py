@@ -19,14 +19,15 @@ from torch.nn.functional import pad
 
 from fastrl.integrations.transformers.wrappers import causal_model
 from fastrl.integrations.trl.handle import Choices
-from fastrl.integrations.trl.rules import NOT_REPLAYED, WITHOUT_SETS
+from fastrl.integrations.trl.rules import NOT_REPLAYED, WITHOUT_SETS, refuse
 from fastrl.integrations.trl.vllm_replay import VllmRecorder
 from fastrl.ops.kept_tokens import KeptTokens
 from fastrl.ops.top_k_logprobs import TopKLogprobs
 
 #: The key of the sets in a batch: a list of `KeptTokens`, one for each sequence.
 KEPT = "kept_tokens"
-#: Those of the sampler's most likely tokens: the ids and log-probabilities `[B, C, K]`.
+#: Those of the sampler's most likely tokens, ids and log-probabilities `[B, C, K]`, if the loss of
+#: a batch is centered.
 TOP_K = ("rollout_top_k_ids", "rollout_top_k_logprobs")
 
 _GENERATE = "_generate_single_turn"
@@ -67,10 +68,9 @@ class Replay:
         Raises:
             ValueError: TRL or `transformers` cannot keep what the choices need of the samples.
         """
-        rules = (*NOT_REPLAYED, WITHOUT_SETS) if choices.replay_kept_tokens else NOT_REPLAYED
-        for rule in rules:
-            if rule.applies is not None and rule.applies(trainer):
-                raise ValueError(f"use_fastrl does not support {rule.option}: {rule.note}")
+        refuse(trainer, *NOT_REPLAYED)
+        if choices.replay_kept_tokens:
+            refuse(trainer, WITHOUT_SETS)
         self._trainer, self._choices = trainer, choices
         kept = [KEPT] if choices.replay_kept_tokens else []
         self._keys = {*kept, *(TOP_K if choices.score_centering else ())}
@@ -117,12 +117,6 @@ class Replay:
             yield
         finally:
             self._sets = None
-
-    def top_k(self, inputs: dict[str, Any]) -> TopKLogprobs | None:
-        """Return the most likely tokens of a batch's sampler, if they are wanted."""
-        if not self._choices.score_centering:
-            return None
-        return TopKLogprobs(*(inputs[name] for name in TOP_K))
 
     def sets(self, sequences: int) -> Sequence[KeptTokens] | None:
         """Return the sets of the sequences that are scored, if they are wanted."""

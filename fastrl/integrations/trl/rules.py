@@ -72,16 +72,20 @@ def _entropy_coef(trainer: Any) -> float:
     return coefficient
 
 
-def refuse_uncentered(trainer: Any, reason: str | None, *, replays: bool) -> None:
-    """Raise if a loss cannot be centered; `reason` is why TRL computes it, or None."""
-    for rule in NOT_CENTERED:
+def refuse(trainer: Any, *rules: Support) -> None:
+    """Raise if one of the rules applies to a trainer."""
+    for rule in rules:
         if rule.applies is not None and rule.applies(trainer):
             raise ValueError(f"use_fastrl does not support {rule.option}: {rule.note}")
-    if is_off_policy(trainer) and not replays:
-        raise ValueError(
-            "replay_kept_tokens must be True with score_centering and several optimizer steps per "
-            "generation, got False: old log-probabilities must be the sampler's"
-        )
+
+
+def refuse_uncentered(trainer: Any, choices: Any, reason: str | None) -> None:
+    """Raise if a loss is to be centered and cannot be; `reason` is why TRL computes it, or None."""
+    if choices.score_centering is None:
+        return
+    refuse(trainer, SEQUENCE_WEIGHTS)
+    if trainer.loss_type != "cispo" or trainer.use_vllm or not choices.replay_kept_tokens:
+        refuse(trainer, OFF_POLICY)
     if reason := reason or _why_no_objective(trainer, centered=True):
         raise ValueError(f"score_centering must be None: {reason}")
 
@@ -208,25 +212,23 @@ WITHOUT_SETS = Support(
     applies=lambda t: t.use_vllm and lacks_sets(t),
 )
 
-#: Rules for `score_centering`.
-NOT_CENTERED: tuple[Support, ...] = (
-    Support(
-        option='`score_centering=K` with `vllm_importance_sampling_mode="sequence_mask"` or '
-        '`"sequence_truncate"`',
-        handling="refused",
-        note="the weight of a token must be a function of its own ratio: set `token_mask` or "
-        "`token_truncate`, or `vllm_importance_sampling_correction=False`",
-        applies=lambda t: _corrects(t) and t.vllm_importance_sampling_mode.startswith("sequence"),
-    ),
-    Support(
-        option="`score_centering=K` with several optimizer steps per generation (`num_iterations` "
-        "times `steps_per_generation` does not divide `gradient_accumulation_steps`)",
-        handling="refused",
-        note="off policy with a clip or a correction the expected score has no agreed form. "
-        '`loss_type="cispo"` is supported with `replay_kept_tokens=True` and generation by '
-        "`transformers`, whose log-probabilities are then the old ones",
-        applies=lambda t: is_off_policy(t) and (t.loss_type != "cispo" or t.use_vllm),
-    ),
+SEQUENCE_WEIGHTS = Support(
+    option='`score_centering=K` with `vllm_importance_sampling_mode="sequence_mask"` or '
+    '`"sequence_truncate"`',
+    handling="refused",
+    note="the weight of a token must be a function of its own ratio: set `token_mask` or "
+    "`token_truncate`, or `vllm_importance_sampling_correction=False`",
+    applies=lambda t: _corrects(t) and t.vllm_importance_sampling_mode.startswith("sequence"),
+)
+
+OFF_POLICY = Support(
+    option="`score_centering=K` with several optimizer steps per generation (`num_iterations` "
+    "times `steps_per_generation` does not divide `gradient_accumulation_steps`)",
+    handling="refused",
+    note="off policy the expected score has no agreed form, except with "
+    '`loss_type="cispo"`, `replay_kept_tokens=True` and generation by `transformers`, whose '
+    "log-probabilities are then the old ones",
+    applies=lambda t: is_off_policy(t),
 )
 
 OWN_LOSS = Support(
@@ -401,7 +403,8 @@ SUPPORT: tuple[Support, ...] = (
     *REFUSED,
     *NOT_REPLAYED,
     WITHOUT_SETS,
-    *NOT_CENTERED,
+    SEQUENCE_WEIGHTS,
+    OFF_POLICY,
     *OTHERS,
 )
 

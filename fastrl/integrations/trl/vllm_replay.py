@@ -110,9 +110,8 @@ class VllmRecorder:
             if 0 <= most < top_k:
                 raise ValueError(
                     f"score_centering must be at most {most}, the max_logprobs of vLLM, got "
-                    f"{top_k}: TRL has no option for it, but starts the engine by "
-                    "`trl.generation.vllm_generation.LLM`. Set that to `functools.partial(LLM, "
-                    f"max_logprobs={top_k})` before the trainer is made"
+                    f"{top_k}: make the trainer while `trl.generation.vllm_generation.LLM` is "
+                    f"`functools.partial(LLM, max_logprobs={top_k})`"
                 )
         if not choices.replay_kept_tokens:
             return

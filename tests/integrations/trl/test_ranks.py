@@ -165,3 +165,14 @@ def test_each_rank_replays_the_tokens_it_kept(layout, on_ranks):
         assert mine["losses"] == pytest.approx(others["losses"], abs=1e-4)
     check_equal(found[True][0]["steps"], found[False][0]["steps"])
     assert max(step["entropy"] for step in found[True][0]["steps"]) < 2.5
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+def test_ranks_center_scores(layout, on_ranks):
+    """On packed rows and on padded ones alike, with metrics of all ranks."""
+    uses = {packed: {"packed": packed, "score_centering": 5} for packed in (True, False)}
+    found = on_ranks(layout, uses, top_p=0.6, max_completion_length=20)
+    for mine, others in zip(found[True], found[False], strict=True):
+        assert mine["losses"] == pytest.approx(others["losses"], abs=1e-4)
+    check_equal(found[True][0]["steps"], found[False][0]["steps"])
+    assert all(0.3 < step["fastrl/head_kl"] < 0.6 for step in found[True][0]["steps"])

@@ -140,7 +140,7 @@ def test_vllm_returns_the_likeliest_tokens(made):
     """Of the whole vocabulary, with the model's log-probabilities at the temperature."""
     trainer = made(temperature=0.7, vllm_importance_sampling_mode="token_truncate")
     use_fastrl(trainer, score_centering=5)
-    batch, _ = first_batch(trainer)
+    batch = first_batch(trainer)
     mask = batch["completion_mask"].bool()
     ids, found = (batch[name][mask] for name in TOP_K)
     own = log_softmax(trainer, in_float64(trainer.model), batch)[mask]

@@ -305,7 +305,7 @@ def test_score_centering_by_hand(name, made):
     trainer = made(with_sets=False, gradient_accumulation_steps=2, **MODES[name])
     engine = trainer.vllm_generation.llm
     with use_fastrl(trainer, score_centering=4):
-        batch, _ = first_batch(trainer)
+        batch = first_batch(trainer)
         for i, one in enumerate(batch["completion_ids"].tolist()):  # TRL has shuffled them
             [own] = [x for x in engine.returned if one[: len(x.token_ids)] == x.token_ids]
             drawn = [found[t].logprob for found, t in zip(own.logprobs, own.token_ids, strict=True)]
