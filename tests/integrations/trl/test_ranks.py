@@ -175,4 +175,4 @@ def test_ranks_center_scores(layout, on_ranks):
     for mine, others in zip(found[True], found[False], strict=True):
         assert mine["losses"] == pytest.approx(others["losses"], abs=1e-4)
     check_equal(found[True][0]["steps"], found[False][0]["steps"])
-    assert all(0.3 < step["fastrl/head_kl"] < 0.6 for step in found[True][0]["steps"])
+    assert all(0.01 < step["fastrl/head_kl"] < 0.52 for step in found[True][0]["steps"])
