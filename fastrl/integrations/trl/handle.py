@@ -40,13 +40,6 @@ class Choices(NamedTuple):
     score_centering: int | None = None
     backend: Backend = "auto"
 
-    @property
-    def unrecorded(self) -> str:
-        """What the arguments must be that record the sampler, if it cannot be recorded."""
-        values = {"replay_kept_tokens": False, "score_centering": None}
-        names = [name for name in values if getattr(self, name) != values[name]]
-        return " and ".join(f"{name} must be {values[name]}" for name in names)
-
 
 class Handle(Undoable):
     """A trainer that runs on fastrl until `undo()` or the end of a `with` block.

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 import fastrl
-from fastrl import KeptTokens, Objective, TopKLogprobs
+from fastrl import KeptTokens, Objective
 from fastrl.backend import Backend
 from fastrl.integrations.transformers import LmHead
+from fastrl.integrations.trl.centering import centered_arguments
 from fastrl.integrations.trl.replay import KEPT, TOP_K
-from fastrl.integrations.trl.rules import is_off_policy, is_rloo, objective_of
+from fastrl.integrations.trl.rules import is_rloo, objective_of
 from fastrl.integrations.trl.token_outputs import precision_of_head, token_outputs
 from fastrl.ops.metrics import CENTERING_METRICS
 
@@ -129,7 +130,7 @@ def _grpo_loss(
         "normalizer": normalizers(trainer, inputs, objective),
         "backend": backend,
     }
-    centered = _centered(trainer, inputs) if TOP_K[0] in inputs else {}
+    centered = centered_arguments(trainer, inputs) if TOP_K[0] in inputs else {}
 
     def compute(hidden: Tensor, head: LmHead) -> dict[str, Tensor]:
         with precision_of_head(trainer):
@@ -151,32 +152,6 @@ def _grpo_loss(
         return found
 
     return compute
-
-
-def _centered(trainer: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the loss that score centering changes.
-
-    On policy, TRL's factor between trainer and vLLM becomes the objective's, which then has the
-    same function of the ratio for the tokens that were not sampled.
-    """
-    objective = objective_of(trainer, centered=True)
-    top_k = TopKLogprobs(*(inputs[name] for name in TOP_K))
-    changed = {"objective": objective, "rollout_top_k": top_k, "policy_weights": None}
-    if objective.rollout_corrections:
-        changed["rollout_logprobs"] = inputs["sampling_per_token_logps"]
-    if not is_off_policy(trainer):
-        changed["old_logprobs"] = None
-    return changed
-
-
-def log_centering(trainer: Any, found: Tensor) -> None:
-    """Add the means of `centering` over the tokens of all ranks to TRL's metrics."""
-    tokens, *means = found[1:]
-    sums = torch.stack([tokens, *(tokens * mean for mean in means)])
-    tokens, *sums = trainer.accelerator.reduce(sums, reduction="sum").tolist()
-    metrics = trainer._metrics["train" if trainer.model.training else "eval"]
-    for name, value in zip(CENTERING_METRICS, sums, strict=True):
-        metrics[f"fastrl/{name}"].append(value / max(tokens, 1.0))
 
 
 def loss_mask(inputs: dict[str, Any]) -> Tensor:

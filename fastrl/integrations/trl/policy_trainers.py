@@ -21,10 +21,11 @@ from torch.nn.functional import pad
 
 from fastrl import KeptTokens
 from fastrl.integrations.transformers import LmHead
+from fastrl.integrations.trl.centering import log_centering, refuse_uncentered
 from fastrl.integrations.trl.handle import Choices, Handle
-from fastrl.integrations.trl.loss import accumulated, can_be_fused, log_centering, loss_of
+from fastrl.integrations.trl.loss import accumulated, can_be_fused, loss_of
 from fastrl.integrations.trl.replay import Replay, kept_of
-from fastrl.integrations.trl.rules import OWN_LOSS, PRIMITIVE, refuse_uncentered, why_not_fused
+from fastrl.integrations.trl.rules import OWN_LOSS, PRIMITIVE, why_not_fused
 from fastrl.integrations.trl.saturation import (
     count_saturated,
     has_ratios,

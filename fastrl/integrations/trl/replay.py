@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from fastrl.integrations.transformers.wrappers import causal_model
 from fastrl.integrations.trl.handle import Choices
 from fastrl.integrations.trl.rules import NOT_REPLAYED, WITHOUT_SETS, refuse
-from fastrl.integrations.trl.vllm_replay import VllmRecorder
+from fastrl.integrations.trl.vllm_replay import UNRECORDED, VllmRecorder
 from fastrl.ops.kept_tokens import KeptTokens
 from fastrl.ops.top_k_logprobs import TopKLogprobs
 
@@ -85,7 +85,7 @@ class Replay:
         for owner, name in used:
             if not hasattr(owner, name):
                 raise ValueError(
-                    f"{choices.unrecorded} with these versions of TRL and transformers: "
+                    f"{UNRECORDED} with these versions of TRL and transformers: "
                     f"{type(owner).__name__} has no {name}"
                 )
         self._recorder()
@@ -162,17 +162,17 @@ class Replay:
                 row[: len(ids)] != ids for row, ids in zip(rows, self._completions, strict=True)
             ):
                 raise ValueError(
-                    f"{self._choices.unrecorded} with this {type(self._trainer).__name__}, "
+                    f"{UNRECORDED} with this {type(self._trainer).__name__}, "
                     f"whose {_BATCH} does not return the completions of its last generation in "
                     "their order"
                 )
-            batch = batch if (sets := self.sets(len(rows))) is None else {**batch, KEPT: sets}
-            if self._top_k is None:
-                return batch
-            mask = batch["completion_mask"][..., None] == 0
-            missing = (0, 0, 0, mask.shape[1] - self._top_k.token_ids.shape[1])
-            ids, logprobs = (pad(x, missing) for x in self._top_k.to(mask.device))
-            return {**batch, **dict(zip(TOP_K, (ids.masked_fill(mask, -1), logprobs), strict=True))}
+            found: dict[str, Any] = {} if KEPT not in self._keys else {KEPT: self.sets(len(rows))}
+            if self._top_k is not None:
+                ids = batch["completion_ids"]
+                after = (0, 0, 0, ids.shape[1] - self._top_k.token_ids.shape[1])
+                padded = (pad(x, after, value=-1) for x in self._top_k.to(ids.device))
+                found |= zip(TOP_K, padded, strict=True)
+            return {**batch, **found}
         finally:
             self._sets = self._top_k = None
 
@@ -216,7 +216,7 @@ class _Recorder:
         """Refuse options with which the sampler's distribution does not follow from the record."""
         mode = config.get_generation_mode()
         if mode != "sample":
-            raise ValueError(f"{self._choices.unrecorded} for a generation by {mode.value}")
+            raise ValueError(f"{UNRECORDED} for a generation by {mode.value}")
         if not self._choices.replay_kept_tokens:
             return
         temperature = 1.0
@@ -256,7 +256,7 @@ class _Recorder:
         count, steps, longest = len(completions), len(self._rows), max(map(len, completions))
         if {*self._rows} != {count} or longest > steps:
             raise RuntimeError(
-                f"{self._choices.unrecorded} with {count} completions of up to {longest} tokens "
+                f"{UNRECORDED} with {count} completions of up to {longest} tokens "
                 f"where transformers sampled {steps} for {sorted({*self._rows})} sequences"
             )
 

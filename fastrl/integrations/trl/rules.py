@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
-from math import inf
+from collections.abc import Callable
 from typing import Any
 
-from fastrl import Objective, RolloutCorrection
+from fastrl import Objective
 from fastrl.integrations.support import Support
 from fastrl.integrations.trl.vllm_replay import lacks_sets
 from fastrl.integrations.trl_objective import LOSS_TYPES, trl_objective
 
 
-def objective_of(trainer: Any, *, centered: bool = False) -> Objective:
+def objective_of(trainer: Any) -> Objective:
     """Return the objective of an `RLOOTrainer`, or of a `GRPOTrainer` with one of `LOSS_TYPES`.
 
-    RLOO clips the ratio of a whole sequence: its log-ratio is the sum over the tokens. With score
-    centering the objective has TRL's correction between trainer and vLLM.
+    RLOO clips the ratio of a whole sequence: its log-ratio is the sum over the tokens.
 
     Raises:
         ValueError: an option has a value that no `Objective` has.
     """
     if is_rloo(trainer):
         return Objective(clip_low=trainer.epsilon_low, clip_high=trainer.epsilon_high)
-    objective = trl_objective(
+    return trl_objective(
         trainer.loss_type,
         level=trainer.importance_sampling_level,
         epsilon_low=trainer.epsilon_low,
@@ -39,26 +37,6 @@ def objective_of(trainer: Any, *, centered: bool = False) -> Objective:
         off_policy_threshold=getattr(trainer, "off_policy_mask_threshold", None),
         top_entropy_quantile=getattr(trainer, "top_entropy_quantile", 1.0),
     )
-    if not centered:
-        return objective
-    correction = None
-    if _corrects(trainer):
-        level, kind = trainer.vllm_importance_sampling_mode.split("_")
-        low, high = (getattr(trainer, f"vllm_importance_sampling_clip_{x}") for x in ("min", "max"))
-        correction = RolloutCorrection(
-            kind=kind, level=level, low=low or 0.0, high=inf if high is None else high
-        )
-    return replace(objective, score_centering=True, rollout_correction=correction)
-
-
-def _corrects(trainer: Any) -> bool:
-    return bool(trainer.use_vllm and trainer.vllm_importance_sampling_correction)
-
-
-def is_off_policy(trainer: Any) -> bool:
-    """Return whether a generation serves several optimizer steps of a `GRPOTrainer`."""
-    steps = trainer.args.steps_per_generation * trainer.num_iterations
-    return bool(trainer.args.gradient_accumulation_steps % steps)
 
 
 def _entropy_coef(trainer: Any) -> float:
@@ -79,22 +57,14 @@ def refuse(trainer: Any, *rules: Support) -> None:
             raise ValueError(f"use_fastrl does not support {rule.option}: {rule.note}")
 
 
-def refuse_uncentered(trainer: Any, choices: Any, reason: str | None) -> None:
-    """Raise if a loss is to be centered and cannot be; `reason` is why TRL computes it, or None."""
-    if choices.score_centering is None:
-        return
-    refuse(trainer, SEQUENCE_WEIGHTS)
-    if trainer.loss_type != "cispo" or trainer.use_vllm or not choices.replay_kept_tokens:
-        refuse(trainer, OFF_POLICY)
-    if reason := reason or _why_no_objective(trainer, centered=True):
-        raise ValueError(f"score_centering must be None: {reason}")
-
-
-def _why_no_objective(trainer: Any, *, centered: bool = False) -> str | None:
+def why_no_objective(
+    trainer: Any, objective: Callable[[Any], Objective] = objective_of
+) -> str | None:
+    """Return why a trainer's options make no objective, by TRL's names, or None."""
     if _has_another_loss_type(trainer):
         return None
     try:
-        objective_of(trainer, centered=centered)
+        objective(trainer)
     except ValueError as error:
         cispo = not is_rloo(trainer) and trainer.loss_type == "cispo"
         upper = "epsilon_high - 1" if cispo else "epsilon_high"
@@ -212,25 +182,6 @@ WITHOUT_SETS = Support(
     applies=lambda t: t.use_vllm and lacks_sets(t),
 )
 
-SEQUENCE_WEIGHTS = Support(
-    option='`score_centering=K` with `vllm_importance_sampling_mode="sequence_mask"` or '
-    '`"sequence_truncate"`',
-    handling="refused",
-    note="the weight of a token must be a function of its own ratio: set `token_mask` or "
-    "`token_truncate`, or `vllm_importance_sampling_correction=False`",
-    applies=lambda t: _corrects(t) and t.vllm_importance_sampling_mode.startswith("sequence"),
-)
-
-OFF_POLICY = Support(
-    option="`score_centering=K` with several optimizer steps per generation (`num_iterations` "
-    "times `steps_per_generation` does not divide `gradient_accumulation_steps`)",
-    handling="refused",
-    note="off policy the expected score has no agreed form, except with "
-    '`loss_type="cispo"`, `replay_kept_tokens=True` and generation by `transformers`, whose '
-    "log-probabilities are then the old ones",
-    applies=lambda t: is_off_policy(t),
-)
-
 OWN_LOSS = Support(
     option="a subclass, or a patched instance, with a `_compute_loss` or `compute_loss` that is "
     "not TRL's (`GMPOTrainer`, ...)",
@@ -254,8 +205,8 @@ PRIMITIVE: tuple[Support, ...] = (
         "`epsilon > 1`, a negative `beta`, `top_entropy_quantile=0`",
         handling="primitive",
         note="TRL computes the loss",
-        applies=lambda t: _why_no_objective(t) is not None,
-        reason=lambda t: f"{_why_no_objective(t)}, so TRL computes the loss",
+        applies=lambda t: why_no_objective(t) is not None,
+        reason=lambda t: f"{why_no_objective(t)}, so TRL computes the loss",
     ),
     Support(
         option="`top_entropy_quantile < 1` with an entropy bonus or on several ranks",
@@ -294,13 +245,6 @@ FUSED: tuple[Support, ...] = (
         handling="fused",
         note="log-probabilities are the sampler's, over the tokens that it kept. Without this "
         "option they are over the whole vocabulary, as in TRL, and a warning says so",
-    ),
-    Support(
-        option="`GRPOTrainer` with `use_fastrl(trainer, score_centering=K)`, generation by "
-        "`transformers` or a colocated vLLM",
-        handling="fused",
-        note="the loss is not TRL's: the sampler's expected score is subtracted. Losses that "
-        "fastrl does not compute in one pass over the hidden states are refused",
     ),
     Support(
         option="`use_vllm`, every `vllm_importance_sampling_mode`",
@@ -403,8 +347,6 @@ SUPPORT: tuple[Support, ...] = (
     *REFUSED,
     *NOT_REPLAYED,
     WITHOUT_SETS,
-    SEQUENCE_WEIGHTS,
-    OFF_POLICY,
     *OTHERS,
 )
 

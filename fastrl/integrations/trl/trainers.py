@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from fastrl.integrations.support import Support
-from fastrl.integrations.trl import distillation, gkd, iw_opd, rules, self_distillation
+from fastrl.integrations.trl import centering, distillation, gkd, iw_opd, rules, self_distillation
 from fastrl.integrations.trl.handle import Choices, Handle, check_positive
 from fastrl.integrations.trl.logits_trainers import SUPPORT as _OF_LOGITS
 from fastrl.integrations.trl.logits_trainers import LogitsHandle
@@ -101,6 +101,7 @@ TRAINERS: tuple[Row, ...] = (
 #: The rows of docs/support.md, of all trainers.
 SUPPORT: tuple[Support, ...] = (
     *rules.SUPPORT,
+    *centering.SUPPORT,
     *_OF_TOKENS,
     *_OF_LOGITS,
     *_OF_TPO,

@@ -16,6 +16,9 @@ from fastrl.ops.top_k_logprobs import TopKLogprobs
 if TYPE_CHECKING:
     from fastrl.integrations.trl.handle import Choices
 
+#: The arguments of `use_fastrl` where the sampler cannot be recorded.
+UNRECORDED = "replay_kept_tokens must be False and score_centering None"
+
 _RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 #: The `generation_kwargs` that change no logits but those of the tokens that are taken out.
@@ -102,9 +105,7 @@ class VllmRecorder:
         options, top_k = generation.generation_kwargs, choices.score_centering
         own = options.get("temperature", generation.temperature)
         if own < 0.01:  # vLLM raises lower ones to it, or takes the likeliest token
-            raise ValueError(
-                f"temperature must be at least 0.01 in vLLM, or {choices.unrecorded}; got {own}"
-            )
+            raise ValueError(f"{UNRECORDED} with a temperature below 0.01 in vLLM, got {own}")
         if top_k is not None:
             most = self._llm.llm_engine.model_config.max_logprobs
             if 0 <= most < top_k:
@@ -167,7 +168,7 @@ class VllmRecorder:
         """Raise a `RuntimeError` if the completions are not those of the engine."""
         if [list(one.token_ids) for one in self._done] != [list(ids) for ids in completions]:
             raise RuntimeError(
-                f"{self._choices.unrecorded} with these {len(completions)} completions, and the "
+                f"{UNRECORDED} with these {len(completions)} completions, and the "
                 f"{len(self._done)} that vLLM generated are others, or in another order"
             )
 

@@ -153,7 +153,6 @@ def test_a_step_is_that_of_a_hand(name, tiny_path, tmp_path):
     ids, found = (batch[name] for name in TOP_K)
     mask = batch["completion_mask"].bool()
     assert ids.shape == (*mask.shape, 5)
-    assert (ids[~mask] == -1).all()
     if replay or not {"top_p", "repetition_penalty"} & options.keys():
         own = log_softmax(trainer, in_float64(trainer.model), batch)[mask]
         held, found = own.gather(-1, ids[mask]), found[mask].double()
@@ -244,7 +243,7 @@ def test_what_changes_later_is_refused(tiny_path, tmp_path):
     sampled = {"generation_kwargs": {"do_sample": False}}
     trainer = make_trainer(tiny_path, output_dir=tmp_path, **sampled)
     use_fastrl(trainer, score_centering=4)
-    with pytest.raises(ValueError, match="score_centering must be None for a generation by greedy"):
+    with pytest.raises(ValueError, match="score_centering None for a generation by greedy"):
         trainer.train()
     trainer = make_trainer(tiny_path, output_dir=tmp_path)
     use_fastrl(trainer, score_centering=4)

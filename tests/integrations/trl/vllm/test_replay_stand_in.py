@@ -185,7 +185,7 @@ OPTIONS = {
     },
     "must not have bad_words, n with": {"generation_kwargs": {"bad_words": ["w3"], "n": 2}},
     "the trainer's temperature 1.0 .* got 0.7": {"generation_kwargs": {"temperature": 0.7}},
-    "temperature must be at least 0.01 in vLLM": {"temperature": 0.005},
+    "with a temperature below 0.01 in vLLM, got 0.005": {"temperature": 0.005},
     "top_k must be above 0 .* got 0": {"top_k": 0},
     "top_k must be above 0 .* got -1": {"generation_kwargs": {"top_k": -1}},
 }
@@ -325,9 +325,7 @@ UNCENTERED = {
         "top_k": 21
     },
     'score_centering=K` with `vllm_mode="server"': {"vllm_mode": "server"},
-    "temperature must be at least 0.01 in vLLM, or score_centering must be None": {
-        "temperature": 0.005
-    },
+    "score_centering None with a temperature below 0.01 in vLLM": {"temperature": 0.005},
     "several optimizer steps per generation": {
         "num_iterations": 2,
         "loss_type": "cispo",
