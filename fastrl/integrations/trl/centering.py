@@ -15,7 +15,7 @@ from fastrl.integrations.trl.replay import TOP_K
 from fastrl.integrations.trl.rules import objective_of, refuse, why_no_objective
 from fastrl.ops.metrics import CENTERING_METRICS
 
-SEQUENCE_WEIGHTS = Support(
+_SEQUENCE_WEIGHTS = Support(
     option='`score_centering=K` with `vllm_importance_sampling_mode="sequence_mask"` or '
     '`"sequence_truncate"`',
     handling="refused",
@@ -24,7 +24,7 @@ SEQUENCE_WEIGHTS = Support(
     applies=lambda t: _corrects(t) and t.vllm_importance_sampling_mode.startswith("sequence"),
 )
 
-OFF_POLICY = Support(
+_OFF_POLICY = Support(
     option="`score_centering=K` with several optimizer steps per generation (`num_iterations` "
     "times `steps_per_generation` does not divide `gradient_accumulation_steps`)",
     handling="refused",
@@ -42,8 +42,8 @@ SUPPORT: tuple[Support, ...] = (
         note="the loss is not TRL's: the sampler's expected score is subtracted. Losses that "
         "fastrl does not compute in one pass over the hidden states are refused",
     ),
-    SEQUENCE_WEIGHTS,
-    OFF_POLICY,
+    _SEQUENCE_WEIGHTS,
+    _OFF_POLICY,
 )
 
 
@@ -51,9 +51,9 @@ def refuse_uncentered(trainer: Any, choices: Any, reason: str | None) -> None:
     """Raise if a loss is to be centered and cannot be; `reason` is why TRL computes it, or None."""
     if choices.score_centering is None:
         return
-    refuse(trainer, SEQUENCE_WEIGHTS)
+    refuse(trainer, _SEQUENCE_WEIGHTS)
     if trainer.loss_type != "cispo" or trainer.use_vllm or not choices.replay_kept_tokens:
-        refuse(trainer, OFF_POLICY)
+        refuse(trainer, _OFF_POLICY)
     if reason := reason or why_no_objective(trainer, _objective):
         raise ValueError(f"score_centering must be None: {reason}")
 
@@ -90,8 +90,8 @@ def _objective(trainer: Any) -> Objective:
     if _corrects(trainer):
         level, kind = trainer.vllm_importance_sampling_mode.split("_")
         low, high = (getattr(trainer, f"vllm_importance_sampling_clip_{x}") for x in ("min", "max"))
-        bounds = {"low": low or 0.0, "high": inf if high is None else high}
-        correction = RolloutCorrection(kind=kind, level=level, **bounds)
+        high = inf if high is None else high
+        correction = RolloutCorrection(kind=kind, level=level, low=low or 0.0, high=high)
     return replace(objective_of(trainer), score_centering=True, rollout_correction=correction)
 
 
