@@ -24,6 +24,7 @@ from fastrl.ops._arguments import (
     NO_SOURCE,
     NO_TEACHER,
     RowInputs,
+    SamplerArguments,
     ScalingArguments,
     Source,
     flat,
@@ -153,6 +154,18 @@ def test_the_loops_of_a_gpu_with_a_teacher(device, precision, head, teacher):
         assert_as_promised(arguments, token, needs, teacher=True)
 
 
+@pytest.mark.parametrize("teacher", [None, "hidden", "tokens"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_the_loops_of_a_gpu_with_score_centering(device, precision, teacher):
+    skip_without_fake_of_addmm(precision)
+    for backend, needs in (("triton", "everything"), ("cuda", "a frozen head")):
+        inputs, token = call(device, precision, "plain", 7, backend, teacher)
+        ids = torch.zeros(ROWS, 4, dtype=torch.int64, device=token.device)
+        sampler = SamplerArguments(ids, token.new_zeros(ROWS, 4), [])
+        given = inputs._replace(sampler=sampler)
+        assert_as_promised(given, token, needs, teacher=teacher is not None)
+
+
 @pytest.fixture
 def two_ranks():
     """The second of two ranks whose collectives do nothing, with the larger part."""
@@ -188,10 +201,13 @@ def assert_as_promised(inputs, token, needs, *, teacher=False):
 def with_gradients(inputs, token, wanted, *, teacher=False):
     """The operators that compute gradients, and their arguments."""
     compared = ([token] * 3, token) if teacher else ([], None)
-    backward = (*flat(inputs), token, token, token, token, None, token, *compared, wanted)
+    centered = token if inputs.sampler.given() else None
+    slopes = (token, token, token, token, None, token, *compared, centered)
+    backward = (*flat(inputs), *slopes, wanted)
     objective = Objective.preset("grpo", kl_coef=0.1, entropy_coef=0.01).arguments.flat()
     loss = LossArguments(token, token, None, None, None, token, token, None)
-    forward = (*flat(inputs), *loss, *objective, token if teacher else None, wanted, True)
+    weights = (token if teacher else None, centered)
+    forward = (*flat(inputs), *loss, *objective, *weights, wanted, True)
     return ("stats_bwd", backward), ("loss_fwd", forward)
 
 
