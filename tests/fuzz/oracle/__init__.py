@@ -5,7 +5,7 @@
 - `tokens`: the valid tokens of a loss (`Tokens`) and their weights (`token_weights`,
   `term_weights`).
 - `policy`: `policy_loss`, with the terms of `terms` and the corrections and masks of `masks`;
-  `fields_of` gives the fields of an `Objective`.
+  `fields_of` gives the fields of an `Objective`; `centering`: the sampler's expected score.
 - `divergence`: `Divergence`, of the rows of a student from those of a teacher.
 - `rows`: `Rows`, statistics and gradient of rows of logits; `head`: `LinearHead`, the logits of
   hidden states and a weight, and what their gradient makes of these.
