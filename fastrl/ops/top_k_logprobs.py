@@ -41,8 +41,8 @@ class TopKLogprobs(NamedTuple):
 
     The losses are `reinforce`, whose weight may depend on `rollout_correction`; `ppo_clip`, `sapo`
     and `cispo` on policy, without `old_logprobs`; and `cispo` with `old_logprobs` of the sampler,
-    where w is the clipped ratio. `policy_weights` multiply C, too, so they must not depend on the
-    sampled token.
+    where w is the ratio within its bounds. `policy_weights` multiply C, too, so they must not
+    depend on the sampled token.
 
     Attributes:
         token_ids: integers `[N, K]` or `[B, T, K]`, no id twice in a row; -1 stands for no token.
