@@ -106,7 +106,7 @@ class WeightCorrections(NamedTuple):
         """Return whether the weights depend on the current log-probabilities or entropies."""
         o = self.objective
         if arguments.old_logprobs is None:
-            by_old = bool(self.rollout_corrections)
+            by_old = len(self.rollout_corrections) > 0  # torch 2.10 cannot trace bool of it
         else:
             by_old = o.trust_region is not None or o.gamma_weights is not None
         return by_old or o.off_policy_threshold is not None or o.top_entropy_quantile < 1

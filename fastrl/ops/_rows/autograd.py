@@ -71,7 +71,7 @@ class _RowStats(torch.autograd.Function):
         tensors, ctx.others = split_tensors(arguments)
         save(ctx, *tensors, *stats.of_softmax(), *comparison)
         ctx.kernels_of = call.backend if isinstance(call, KernelCall) else None
-        ctx.overwrite, ctx.has = overwrite, (bool(of_teacher), bool(of_sampler))
+        ctx.overwrite, ctx.has = overwrite, (len(of_teacher) > 0, len(of_sampler) > 0)
         constants = (*of_teacher[1:], *of_sampler[1:])
         ctx.mark_non_differentiable(*without_gradient(stats), *constants)
         ctx.set_materialize_grads(False)
