@@ -98,7 +98,7 @@ def sampler_of(logits, ids=None, noise=0.5, count=K):
 
 def drawn(o, *, dtype=torch.float32, count=K):
     """Logits, and what an objective takes beside them; tokens are masked, and rows not full."""
-    logits = (2 * torch.randn(B, T, V)).to(dtype)
+    logits = (1.5 * torch.randn(B, T, V)).to(dtype)
     top, log_q = sampler_of(logits, count=count)
     ids = torch.distributions.Categorical(logits=log_q).sample()
     rollout = log_q.gather(-1, ids[..., None])[..., 0].float()

@@ -33,7 +33,7 @@ def outcome(logits, backend, **given):
     return {"loss": result.loss.detach(), "d": leaf.grad, **result.metrics}
 
 
-@pytest.mark.parametrize("kind", WEIGHTS)
+@pytest.mark.parametrize("kind", [*WEIGHTS])
 def test_the_whole_vocabulary_gives_the_expectation(backend, kind):
     o = centered("reinforce", *WEIGHTS[kind])
     logits, given, _, _ = drawn(o)
@@ -102,7 +102,7 @@ def test_garbage_in_masked_rows_is_inert(backend, sequences, teacher):
     assert_same(outcome(logits, backend, **given, rollout_top_k=top), clean)
 
 
-@pytest.mark.parametrize("kind", WEIGHTS)
+@pytest.mark.parametrize("kind", [*WEIGHTS])
 def test_tokens_of_probability_zero(backend, kind):
     """The policy's, the sampler's, and both: constants of the loss."""
     o = centered("reinforce", *WEIGHTS[kind])

@@ -77,7 +77,7 @@ def test_compiled_calls(backend, form, kind):
             return fastrl.logits_policy_loss(x, **options)
         return fastrl.linear_policy_loss(x, torch.eye(V), **options)
 
-    compiled, found = torch.compile(loss, backend="aot_eager"), []
+    compiled, found = torch.compile(loss, fullgraph=True, backend="aot_eager"), []
     for function in (loss, compiled):
         leaf = logits.clone().requires_grad_()
         result = function(leaf, top, given)
