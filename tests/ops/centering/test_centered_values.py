@@ -19,7 +19,6 @@ from tests.ops.centering.centered_losses import (
     factors,
     sampler_of,
 )
-from tests.ops.inputs import cu_seqlens, packed
 
 pytestmark = pytest.mark.kernels
 TEMPERATURE = torch.linspace(0.5, 2.0, B * T).view(B, T)
@@ -31,10 +30,8 @@ SCALINGS = {
 }
 HOWS = {
     ("logits", "plain"): {},
-    ("logits", "packed"): {},
     ("logits", "in place"): {"inplace": True},
-    ("hidden", "plain"): {},
-    ("hidden", "packed"): {"chunk_tokens": 3},
+    ("hidden", "plain"): {"chunk_tokens": 3},
     ("hidden", "whole rows"): {"compact": False, "chunk_tokens": 5},
     ("hidden", "without metrics"): {"metrics": False, "chunk_tokens": 1},
 }
@@ -78,8 +75,7 @@ def compare(
     loss, term = exact_loss(logits_of(*double), scaled, top, weights, excluded)
     if value:
         assert abs(result.loss.item() - loss.item()) <= bound * (1 + abs(loss.item()))
-    if result.metrics and options.get("metrics", True):
-        assert "centering_mass" in result.metrics
+    assert ("centering_mass" in result.metrics) == options.get("metrics", True)
     (1.5 * result.loss).backward()
     (1.5 * loss).backward()
     for number, (x, y) in enumerate(zip(mine, double, strict=True)):
@@ -132,41 +128,8 @@ def test_every_weight(backend, form, kind):
 def test_forms_and_scalings(backend, form, how, scaling):
     o = centered("reinforce", *WEIGHTS["truncated"], entropy_coef=0.05)
     leaves, logits_of, given, top, _ = objects(form, o)
-    options = {**SCALINGS[scaling], "backend": backend}
-    weights = factors(given, o)
-    if how == "packed":
-        lengths = [T, 1, 3]
-        cut = {name: x for name, x in given.items() if getattr(x, "shape", ())[:2] == (B, T)}
-        given |= {name: packed(x, lengths)[None] for name, x in cut.items()}
-        given["advantages"] = given["advantages"].repeat_interleave(torch.tensor(lengths))[None]
-        top = fastrl.TopKLogprobs(*(packed(x, lengths)[None] for x in top))
-        leaves[0] = packed(leaves[0], lengths)[None]
-        if scaling == "temperatures":
-            options["temperature"] = packed(TEMPERATURE, lengths)[None]
-        weights = factors(given, o)
-    options |= HOWS[form, how]
-    compare(given, top, leaves, logits_of, weights, form, **options)
-
-
-def test_packed_tokens_without_a_batch(backend):
-    o = centered("grpo", *WEIGHTS["masked"])
-    logits, given, top, _ = drawn(o)
-    lengths = [T, 1, 3]
-    flat = {n: packed(x, lengths) for n, x in given.items() if getattr(x, "dim", int)() == 2}
-    flat |= {"cu_seqlens": cu_seqlens(lengths), "objective": o, "backend": backend}
-    rows = fastrl.TopKLogprobs(*(packed(x, lengths) for x in top))
-    found = []
-    for more in (given["advantages"], given["advantages"].repeat_interleave(torch.tensor(lengths))):
-        leaf = packed(logits, lengths).requires_grad_()
-        call = {**flat, "advantages": more, "rollout_top_k": rows}
-        fastrl.logits_policy_loss(leaf, **call).loss.backward()
-        found.append(leaf.grad)
-    leaf, mask = logits.clone().requires_grad_(), given["mask"].clone()
-    mask &= torch.arange(T) < torch.tensor(lengths)[:, None]
-    call = {**given, "mask": mask, "rollout_top_k": top, "backend": backend}
-    fastrl.logits_policy_loss(leaf, **call).loss.backward()
-    for gradient in found:
-        torch.testing.assert_close(gradient, packed(leaf.grad, lengths), rtol=1e-5, atol=1e-7)
+    options = {**SCALINGS[scaling], **HOWS[form, how], "backend": backend}
+    compare(given, top, leaves, logits_of, factors(given, o), form, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
@@ -179,6 +142,16 @@ def test_dtypes_of_logits(backend, dtype, inplace):
     options = {"backend": backend, "inplace": inplace}
     bound = max(2e-5, torch.finfo(dtype).eps) if dtype != torch.float64 else 1e-12
     compare(given, top, [logits], same, factors(given, o), "logits", bound=bound, **options)
+
+
+def test_autocast(backend):
+    """Leaves that bfloat16 has; their gradients are products of rounded operands."""
+    o = centered("reinforce", *WEIGHTS["truncated"])
+    leaves, logits_of, given, top, _ = objects("hidden", o)
+    leaves = [x.bfloat16().float() for x in leaves[:2]]
+    with torch.autocast("cpu", torch.bfloat16):
+        bound, weights = 2**-7, factors(given, o)
+        compare(given, top, leaves, logits_of, weights, "hidden", bound=bound, backend=backend)
 
 
 OBJECTIVES = {
