@@ -9,9 +9,8 @@ from .case import Case
 from .oracle.bounded import Bounded, constant, of_results, unbounded
 from .oracle.policy import Loss
 from .oracle.rows import Rows
-from .policy_data import PolicyInputs, entropy_of, logprobs_of
+from .policy_data import PolicyInputs, entropy_of, logprobs_of, sampler_of
 from .rows_data import LogitRows, ids_tensor, logits_of, rows_of, token_options
-from .sampler import sampler_of
 from .tokens import flat_tensor, token_tensor, tokens_of
 from .trial import Trial
 

@@ -5,7 +5,7 @@ from math import log
 import pytest
 import torch
 
-from fastrl import Objective, TopKLogprobs, logits_policy_loss
+from fastrl import Objective, RolloutCorrection, TopKLogprobs, logits_policy_loss
 
 pytestmark = pytest.mark.kernels
 B, T, V, K = 2, 3, 9, 4
@@ -58,3 +58,41 @@ def test_policy_weights_of_sequences_are_counted_like_those_of_tokens(backend):
     for given in (weights, weights[:, None].expand(B, T).contiguous()):
         result, _ = loss_of(objective, backend, policy_weights=given)
         assert result.metrics["zero_weight_fraction"] == 0.5
+
+
+def test_the_metrics_of_the_head(backend):
+    """head_kl is the KL of q from p over the K tokens and all others as one event."""
+    random = torch.Generator().manual_seed(3)
+    logits, q = (torch.randn(B, T, V, generator=random) for _ in range(2))
+    top = TopKLogprobs(*reversed(q.log_softmax(-1).topk(K)))
+    objective = Objective.preset("reinforce", score_centering=True)
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    result = logits_policy_loss(
+        logits, top.token_ids[..., 0], torch.ones(B), mask,
+        objective=objective, rollout_top_k=top, backend=backend,
+    )  # fmt: skip
+    events = []
+    for probs in (q.double().softmax(-1), logits.double().softmax(-1)):
+        head = probs.gather(-1, top.token_ids)
+        events.append(torch.cat([head, 1 - head.sum(-1, keepdim=True)], -1))
+    of_q, of_p = (x[mask.bool()] for x in events)
+    wanted = {
+        "centering_mass": of_q[:, :-1].sum(-1).mean(),
+        "head_kl": (of_q * (of_q / of_p).log()).sum(-1).mean(),
+        "zero_weight_fraction": torch.tensor(0.0),
+    }
+    for name, value in wanted.items():
+        assert result.metrics[name] == pytest.approx(value.item(), rel=1e-5), name
+
+
+@pytest.mark.parametrize("kind", ["truncate", "mask", "filter"])
+def test_a_nan_of_the_sampler_is_not_a_weight_of_0(backend, kind):
+    correction = RolloutCorrection(kind=kind, low=0.5, high=2.0)
+    objective = Objective.preset("reinforce", score_centering=True, rollout_correction=correction)
+    logits, ids = torch.randn(1, V), torch.tensor([5])
+    top = TopKLogprobs(torch.tensor([[5, 2]]), torch.tensor([[-1.0, torch.nan]]))
+    result = logits_policy_loss(
+        logits, ids, torch.ones(1), torch.ones(1), objective=objective,
+        rollout_logprobs=torch.tensor([-1.0]), rollout_top_k=top, backend=backend,
+    )  # fmt: skip
+    assert result.loss.isnan()
