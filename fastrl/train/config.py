@@ -1,6 +1,6 @@
 """The settings: one dataclass per loop, whose fields are the options of the command line."""
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
 from fastrl import Objective
@@ -23,7 +23,7 @@ _AT_LEAST = {
     **dict.fromkeys(("steps", "epochs", "minibatches", "prompts_per_step", "group_size"), 1),
     **dict.fromkeys(("sampling_rounds", "max_prompt_tokens", "max_new_tokens", "mlp_tile"), 1),
     **dict.fromkeys(("tokens_per_generation", "tokens_per_micro_batch", "lora_rank"), 1),
-    **dict.fromkeys(("eval_every", "save_every", "top_k"), 1),
+    **dict.fromkeys(("eval_every", "save_every", "top_k", "score_centering"), 1),
 }
 _AT_MOST_1 = {"top_p", "min_p", "gamma", "lam", "teacher_beta"}
 
@@ -83,6 +83,9 @@ class RunConfig:
     rollout_correction: Literal["auto", "none", "truncate", "mask"] = "auto"
     """Importance weights between sampler and trainer, truncated or masked above 2.
     auto: truncate if their log-probabilities can differ (bfloat16, another sampler)."""
+    score_centering: int | None = None
+    """Subtract the sampler's expected score, from this many of its most likely tokens.
+    Needs the objective reinforce, or one epoch and minibatch."""
 
     reward: tuple[str, ...] = ("exact_match",)
     """Rewards, which are added up: exact_match, math_verify, overlong, model:PATH, module:function.
@@ -240,6 +243,21 @@ class RunConfig:
                 f"{targets}, lora_rank={self.lora_rank}"
             )
 
+    def _centered(self, objective: Objective) -> Objective:
+        """Return the objective with the score centering of the settings."""
+        if self.score_centering is None:
+            return objective
+        try:
+            centered = replace(objective, score_centering=True)
+        except ValueError as error:
+            raise ValueError(f"score_centering must be None with this objective: {error}") from None
+        if centered.surrogate != "reinforce" and (self.epochs, self.minibatches) != (1, 1):
+            raise ValueError(
+                "score_centering must be None with several epochs or minibatches of a clipped "
+                f"objective, got epochs={self.epochs}, minibatches={self.minibatches}"
+            )
+        return centered
+
     @property
     def peak_learning_rate(self) -> float:
         """The learning rate after the warm-up: the setting, or the default for its model."""
@@ -314,7 +332,7 @@ class GrpoConfig(RunConfig):
                 f"functions, got {self.reward}, teacher={self.teacher}"
             )
         rewarded = ("advantage", "sampling_rounds", "clip_low", "clip_high", "rollout_correction")
-        for name in (*rewarded, "reward_timeout", "reward_failed"):
+        for name in (*rewarded, "reward_timeout", "reward_failed", "score_centering"):
             if not self.has_reward and getattr(self, name) != getattr(type(self), name):
                 raise ValueError(f"{name} must be left at its default with reward none")
 
@@ -331,7 +349,8 @@ class GrpoConfig(RunConfig):
         if Objective.preset(preset).aggregation == "seq-mean-token-sum-norm":
             changes["length_norm"] = float(self.max_new_tokens)  # the same for every batch
         changes |= {"kl_coef": self.kl_coef, "entropy_coef": self.entropy_coef}
-        return Objective.preset(preset, teacher_coef=self.teacher_coef or 0.0, **changes)
+        objective = Objective.preset(preset, teacher_coef=self.teacher_coef or 0.0, **changes)
+        return self._centered(objective)
 
 
 @dataclass(kw_only=True)
@@ -389,4 +408,4 @@ class PpoConfig(RunConfig):
         """Return the clipped loss of PPO; its KL is in the rewards."""
         clips = {"clip_low": self.clip_low, "clip_high": self.clip_high}
         changes: dict[str, Any] = {k: v for k, v in clips.items() if v is not None}
-        return Objective.preset("ppo", entropy_coef=self.entropy_coef, **changes)
+        return self._centered(Objective.preset("ppo", entropy_coef=self.entropy_coef, **changes))

@@ -98,10 +98,11 @@ def train(config: GrpoConfig) -> Summary:
             if not counts.any():
                 run.say_nothing_counts()
 
-            # On policy the ratio is 1 by definition and needs no old log-probabilities.
-            on_policy = config.epochs == 1 and config.minibatches == 1
+            # On policy the ratio is 1 by definition and needs no old log-probabilities. Score
+            # centering has none either: its weights are of the policy that is differentiated.
+            unneeded = config.score_centering is not None or config.epochs * config.minibatches == 1
             with run.phase("logprobs"):
-                old = None if on_policy else completion_logprobs(model, rollout, learned, config)
+                old = None if unneeded else completion_logprobs(model, rollout, learned, config)
                 ref = None
                 if run.reference is not None:
                     ref = run.reference.logprobs(rollout, learned)
@@ -128,6 +129,7 @@ def train(config: GrpoConfig) -> Summary:
                             old_logprobs=before,
                             ref_logprobs=None if ref is None else batch.take(ref),
                             rollout_logprobs=None if correction is None else of_sampler,
+                            rollout_top_k=batch.top_logprobs(rollout),
                             teacher=of_teacher,
                             objective=objective,
                             normalizer=denominator,

@@ -5,9 +5,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fastrl import KeptTokens
+from fastrl import KeptTokens, Objective, TopKLogprobs
 from fastrl.ops._lens.kept import check_kept
 from fastrl.ops.kept_tokens import kept_arguments
+from fastrl.ops.top_k_logprobs import check_sampler, sampler_arguments
 from fastrl.train.config import RunConfig
 from fastrl.train.loading import context_of
 from fastrl.train.rollout import Completion
@@ -57,7 +58,25 @@ def checked_completion(
                 "sampler must return kept tokens that contain the sampled token, got "
                 f"{int(lacking.sum())} of {len(lacking)} sampled tokens outside their set"
             )
-    return Completion(ids, logprobs, ended, sampled, kept)
+    top = None
+    if config.score_centering is not None and not greedy:
+        top = _checked_top(getattr(one, "top_logprobs", None), ids.cpu(), vocabulary)
+    return Completion(ids, logprobs, ended, sampled, kept, top)
+
+
+def _checked_top(top: object, ids: Tensor, vocabulary: int) -> TopKLogprobs:
+    """Return the most likely tokens [T, K] of the sampler from a user's function."""
+    try:
+        if isinstance(top, TopKLogprobs):
+            top = top.to("cpu")  # where values are checked
+        arguments = sampler_arguments(top, Objective(score_centering=True), None, ids)
+        check_sampler(arguments, torch.ones(len(ids), dtype=torch.bool), vocabulary)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            "sampler must return the most likely tokens (Completion.top_logprobs) with "
+            f"score_centering: {error}"
+        ) from error
+    return cast("TopKLogprobs", top)
 
 
 def _checked_kept(kept: object, ids: Tensor, vocabulary: int) -> KeptTokens:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fastrl import KeptTokens
+from fastrl import KeptTokens, TopKLogprobs
 from fastrl.integrations.transformers.by_sequence import Layout, make_layout
 from fastrl.integrations.transformers.packing import Row, Unit, ranges, rows_of
 from fastrl.train.config import RunConfig
@@ -33,6 +33,11 @@ class PackedBatch(NamedTuple):
     def take(self, values: Tensor) -> Tensor:
         """Return the values ``[n]`` of the scored tokens from values ``[N, T]`` of the rollout."""
         return values[self.rows][self.mask]
+
+    def top_logprobs(self, rollout: Rollout) -> TopKLogprobs | None:
+        """Return the most likely tokens ``[n, K]`` of the sampler, if the rollout has them."""
+        top = rollout.top_logprobs
+        return None if top is None else TopKLogprobs(*map(self.take, top))
 
     def put(self, values: Tensor, into: Tensor) -> None:
         """Write values ``[n]`` of the scored tokens into values ``[N, T]`` of the rollout."""

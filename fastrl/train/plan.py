@@ -36,6 +36,7 @@ class Plan(NamedTuple):
     head_gradient: float  # the gradient of the head, which the loss computes
     weight_update: float  # temporary tensors of the optimizer, for one weight after another
     generation_cache: float  # keys and values of the sequences that are generated together
+    top_logprobs: float  # ids and log-probabilities for score centering, of a step
     host_memory: float  # bytes that are in host memory instead
     learning: float  # the peak of a minibatch
     warm_start: float  # the peak of the supervised steps below an adapter, of all weights
@@ -43,7 +44,7 @@ class Plan(NamedTuple):
     @property
     def generation(self) -> float:
         """The peak during generation, before there are gradients."""
-        return self.weights + self.optimizer + self.generation_cache
+        return self.weights + self.optimizer + self.generation_cache + self.top_logprobs
 
     @property
     def peak(self) -> float:
@@ -118,7 +119,10 @@ def plan(config: RunConfig, model: Shape, *, device: str) -> Plan:
         rounded = 2.0 * head * (wide == 2)
         loss = max(_chunk_bytes(config, model, batch, device, rounded), rounded)
         of_head = 4 * head
-    loss += scored * model.hidden * element
+    centered = min(config.score_centering or 0, model.vocabulary)
+    # those of a micro-batch are copied, with ids in int64
+    loss += scored * (model.hidden * element + 12 * centered)
+    top = 8 * config.prompts_per_step * config.group_size * config.max_new_tokens * centered
     earlier = gradients if batch.several else 0.0  # those of earlier micro-batches
     moments = (
         earlier + kept + max(of.forward, loss + of_head),
@@ -131,9 +135,9 @@ def plan(config: RunConfig, model: Shape, *, device: str) -> Plan:
     if config.optimizer == "adamw_offloaded":
         optimizer, host = 0.0, host + optimizer
     cache = _cache_bytes(config, model)
-    learning = weights + optimizer + max(moments)
+    learning = weights + optimizer + top + max(moments)
     parts = (weights, gradients, optimizer, kept, max(layer, of.forward), loss, of_head, update)
-    return Plan(*map(float, (*parts, cache, host, learning, _warm_start(config, device))))
+    return Plan(*map(float, (*parts, cache, top, host, learning, _warm_start(config, device))))
 
 
 def _warm_start(config: RunConfig, device: str) -> float:
@@ -141,6 +145,7 @@ def _warm_start(config: RunConfig, device: str) -> float:
     if config.lora_rank is None or not warm_start_steps(config):
         return 0.0
     changes: dict[str, Any] = {"lora_rank": None, "lora_targets": ("all-linear",)}
+    changes["score_centering"] = None
     changes |= {"kl_coef": 0.0, "minibatches": 1}  # the reference comes later
     changes["prompts_per_step"] = max(config.prompts_per_step, warm_start_prompts(config))
     if isinstance(config, PpoConfig):

@@ -121,8 +121,10 @@ def train(config: PpoConfig) -> Summary:
                             batch,
                             config,
                             batch.take(advantages),
-                            old_logprobs=before,
+                            # with score centering the run is on policy
+                            old_logprobs=before if config.score_centering is None else None,
                             rollout_logprobs=None if correction is None else of_sampler,
+                            rollout_top_k=batch.top_logprobs(rollout),
                             objective=objective,
                             normalizer=denominator,
                         )

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from fastrl import KeptTokens
+from fastrl import KeptTokens, TopKLogprobs
 from fastrl.train.prompts import Prompt
 
 
@@ -21,6 +21,8 @@ class Completion(NamedTuple):
         ended: whether the completion has an end; False if it reached the length limit without one.
         sampled: bool `[T]`, False for tokens that a tool or the user wrote; None means all True.
         kept: the sets from which the T tokens were sampled; None means the whole vocabulary.
+        top_logprobs: the K most likely tokens of each distribution that was sampled from, `[T, K]`,
+            for ``score_centering``.
 
     Examples:
         >>> import torch
@@ -34,6 +36,7 @@ class Completion(NamedTuple):
     ended: bool
     sampled: Tensor | None = None
     kept: KeptTokens | None = None
+    top_logprobs: TopKLogprobs | None = None
 
 
 #: Takes the place of a completion that a user's sampler could not make.
@@ -56,6 +59,7 @@ class Rollout(NamedTuple):
     logprobs: Tensor  # float32 [N, T], of the sampler at the temperature; 0 where masked
     truncated: Tensor  # bool [N], true if the completion reached the length limit without an end
     kept: KeptTokens | None = None  # of the N T tokens, in rows; None: of the whole vocabulary
+    top_logprobs: TopKLogprobs | None = None  # [N, T, K], for score centering
 
     @property
     def lengths(self) -> list[int]:
@@ -65,7 +69,7 @@ class Rollout(NamedTuple):
     def rows(self, index: Tensor) -> "Rollout":
         """Return the completions at ``index``."""
         at = index.to(self.mask.device)
-        kept, length = self.kept, self.mask.shape[1]
+        kept, top, length = self.kept, self.top_logprobs, self.mask.shape[1]
         if kept is not None:
             kept = kept.take(
                 (at[:, None] * length + torch.arange(length, device=at.device)).flatten()
@@ -78,6 +82,7 @@ class Rollout(NamedTuple):
             self.logprobs[at],
             self.truncated[at],
             kept,
+            None if top is None else TopKLogprobs(*(values[at] for values in top)),
         )
 
     def counted(self, truncated: str) -> Tensor:
@@ -130,6 +135,7 @@ def rollout_of(
         logprobs=logprobs.to(device),
         truncated=torch.tensor([not one.ended for one in made], device=device),
         kept=_padded([one.kept for one in made], mask, device),
+        top_logprobs=_joined([(one.top_logprobs, 1) for one in made], mask.shape[1], device),
     )
 
 
@@ -164,7 +170,27 @@ def concatenate(rollouts: list[Rollout]) -> Rollout:
         joined(rollout.logprobs for rollout in rollouts),
         torch.cat([rollout.truncated for rollout in rollouts]),
         kept,
+        _joined([(r.top_logprobs, len(r.mask)) for r in rollouts], length, rollouts[0].mask.device),
     )
+
+
+def _joined(
+    parts: list[tuple[TopKLogprobs | None, int]], length: int, device: torch.device
+) -> TopKLogprobs | None:
+    """Return the tokens of some completions each, padded to ``length`` and the largest K."""
+    widths = [top.token_ids.shape[-1] for top, _ in parts if top is not None]
+    if not widths:
+        return None
+    shape, begin = (sum(count for _, count in parts), length, max(widths)), 0
+    ids = torch.full(shape, -1, dtype=torch.int32, device=device)
+    logprobs = torch.full(shape, -torch.inf, device=device)
+    for top, count in parts:
+        if top is not None:
+            tokens, width = top.token_ids.shape[-2:]
+            ids[begin : begin + count, :tokens, :width] = top.token_ids
+            logprobs[begin : begin + count, :tokens, :width] = top.logprobs
+        begin += count
+    return TopKLogprobs(ids, logprobs)
 
 
 def _kept(rollout: Rollout, length: int) -> KeptTokens:

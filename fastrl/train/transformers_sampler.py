@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from fastrl import KeptTokens
+from fastrl import KeptTokens, TopKLogprobs
 from fastrl.integrations.transformers import backbone
 from fastrl.integrations.transformers.by_sequence import BY_SEQUENCE
 from fastrl.train.config import RunConfig
@@ -108,6 +108,7 @@ class TransformersEngine:
         chosen = torch.stack(choice.token_ids[:steps], 1).cpu()
         logprobs = torch.stack(choice.logprobs[:steps], 1).cpu()
         kept = KeptTokens.concatenate(choice.kept[:steps]) if choice.kept else None
+        tops = [torch.stack(each[:steps], 1) for each in zip(*choice.top, strict=True)]
         completions = []
         for row in range(len(prompts)):
             length, ended = self._endings.length(token_ids[row])
@@ -120,6 +121,7 @@ class TransformersEngine:
                     logprobs[row, :length].clone(),
                     ended,
                     kept=None if kept is None else kept.take(of_row),
+                    top_logprobs=TopKLogprobs(*(x[row, :length] for x in tops)) if tops else None,
                 )
             )
         self._count(sum(len(one.token_ids) for one in completions), len(prompts) * steps)
@@ -189,10 +191,10 @@ def choose(
         keeps: Processors that remove tokens from the distribution.
 
     Returns:
-        Token ids [N], their log-probabilities, float32 [N], and which tokens were kept, bool
-        [N, V], or [N, 0] if all were. A log-probability is NaN if the row has no distribution
-        because a logit is NaN or infinite, or all are -inf. Otherwise the token has a positive
-        probability.
+        Token ids [N], their log-probabilities, float32 [N], and those of all tokens, float32
+        [N, V], which are -inf for tokens that were removed. They are NaN if the row has no
+        distribution because a logit is NaN or infinite, or all are -inf. Otherwise the token has a
+        positive probability.
     """
     scaled = scores.float() / temperature
     for processor in keeps:
@@ -206,11 +208,7 @@ def choose(
         possible = logprobs.gather(-1, token_ids).exp() > 0
         if not possible.all():
             token_ids = torch.where(possible, token_ids, logprobs.argmax(-1, keepdim=True))
-    of_tokens = logprobs.gather(-1, token_ids).squeeze(-1)
-    kept = (
-        logprobs != -torch.inf if keeps else logprobs.new_empty((len(scores), 0), dtype=torch.bool)
-    )
-    return token_ids.squeeze(-1), of_tokens, kept
+    return token_ids.squeeze(-1), logprobs.gather(-1, token_ids).squeeze(-1), logprobs
 
 
 def _drawn(probabilities: Tensor, uniforms: Tensor) -> Tensor:
@@ -237,17 +235,20 @@ def _drawn(probabilities: Tensor, uniforms: Tensor) -> Tensor:
 class _TokenChoice(LogitsProcessor):
     """The choice of tokens in ``generate(do_sample=False)``, with their log-probabilities.
 
-    If it samples from a part of the vocabulary, it records that part, too. It is the last
-    processor: `transformers` adds its own processors before it, but none for sampling.
+    If it samples from a part of the vocabulary, it records that part, too, and for score centering
+    the most likely tokens. It is the last processor: `transformers` adds its own processors before
+    it, but none for sampling.
     """
 
     def __init__(self, config: RunConfig, uniforms: Tensor | None, token_count: int) -> None:
         self.token_ids: list[Tensor] = []
         self.logprobs: list[Tensor] = []
         self.kept: list[KeptTokens] = []  # of each step
+        self.top: list[TopKLogprobs] = []
         self._temperature, self._uniforms = config.temperature, uniforms
         self._token_count = token_count  # rows of the head behind them are padding
         self._keeps = [] if uniforms is None else keeps(config)
+        self._top = 0 if uniforms is None else min(config.score_centering or 0, token_count)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Choose a token for each row of ``scores`` [N, V], and forbid all others in place."""
@@ -257,14 +258,24 @@ class _TokenChoice(LogitsProcessor):
             span = slice(int(rows[0]), int(rows[-1]) + 1)
             uniforms = None if self._uniforms is None else self._uniforms[span, step]
             of_tokens = scores[span, : self._token_count]
-            parts.append(choose(of_tokens, self._temperature, uniforms, self._keeps))
-        token_ids, logprobs, kept = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+            chosen = choose(of_tokens, self._temperature, uniforms, self._keeps)
+            parts.append((*chosen[:2], *self._recorded(chosen[2])))
+        token_ids, logprobs, kept, *top = map(torch.cat, zip(*parts, strict=True))
         self.token_ids.append(token_ids)
         self.logprobs.append(logprobs)
         if self._keeps:
             offsets = pad(kept.sum(1).cumsum(0), (1, 0))
             self.kept.append(KeptTokens(kept.nonzero()[:, 1].int(), offsets).to("cpu"))
+        if self._top:
+            self.top.append(TopKLogprobs(*top).to("cpu"))
         return scores.fill_(-torch.inf).scatter_(1, token_ids[:, None], 0.0)
+
+    def _recorded(self, logprobs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return which tokens [N, V] were kept, and the most likely; [N, 0] what nobody needs."""
+        top = logprobs.topk(self._top)
+        ids = top.indices.int().where(top.values > -torch.inf, -1)
+        whole = None if self._keeps else 0
+        return logprobs[:, :whole] != -torch.inf, ids, top.values
 
 
 class _CompletionEnds(StoppingCriteria):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fastrl import KeptTokens, kl_divergence, token_logprobs
+from fastrl import KeptTokens, TopKLogprobs, kl_divergence, token_logprobs
 from fastrl.integrations.vllm import hand_over_weights
 from fastrl.train.checkpoint import unchanged_generators
 from fastrl.train.config import RunConfig
@@ -15,6 +15,7 @@ from fastrl.train.endings import Endings
 from fastrl.train.rollout import Completion
 from fastrl.train.sampling import TokenCount
 from fastrl.train.transformers_sampler import generation_mode
+from fastrl.train.vocabulary import row_count
 
 _CHECKED = 8, 64  # completions, and tokens of each, whose log-probabilities are compared
 # The largest mean KL (k3) to the model. Rounding caused at most 2e-12 and 5e-4 on a CPU; an engine
@@ -54,6 +55,7 @@ class VllmEngine:
         half = "bfloat16" in (config.precision, config.weights)
         self._dtype = torch.bfloat16 if half else torch.float32
         self._can_sleep, self._tokens = needed != "cpu", 0
+        self._top = min(config.score_centering or 0, row_count(model))
         with unchanged_generators():
             self._llm = self._start()
             self._call("sleep", level=2)
@@ -64,6 +66,7 @@ class VllmEngine:
 
         config, temperature = self._config, 0.0 if greedy else self._config.temperature
         keeps: dict[str, Any] = {}
+        top = 0 if greedy else self._top
         if config.keeps_tokens:
             keeps = {"top_p": config.top_p, "top_k": config.top_k, "min_p": config.min_p}
         if config.keeps_tokens and greedy:  # that engine has no temperature of 0
@@ -77,14 +80,16 @@ class VllmEngine:
                 stop_token_ids=self._endings.token_ids,
                 ignore_eos=True,  # there are no end tokens but those above
                 detokenize=bool(self._endings.texts),
-                logprobs=0,  # of the sampled token alone
+                logprobs=top,  # 0: of the sampled token alone
                 **keeps,
             )
             for _ in prompts
         ]
         with unchanged_generators():
             outputs = self._outputs(prompts, parameters)
-        completions = [_completion(output.outputs[0], keeps=bool(keeps)) for output in outputs]
+        completions = [
+            _completion(output.outputs[0], keeps=bool(keeps), top=top) for output in outputs
+        ]
         self._check(prompts, completions, temperature or 1.0)
         self._tokens += sum(map(len, prompts)) + sum(len(one.token_ids) for one in completions)
         return completions
@@ -121,6 +126,7 @@ class VllmEngine:
                 enable_sleep_mode=self._can_sleep,
                 enforce_eager=not self._can_sleep,  # compiling for a CPU takes 15 seconds
                 logprobs_mode="processed_logprobs",  # at the temperature, over the kept tokens
+                **({"max_logprobs": self._top} if self._top else {}),
                 **({"return_sampling_mask": True} if config.keeps_tokens else {}),
             )
 
@@ -190,7 +196,7 @@ def _check_replay(config: RunConfig, device: str) -> None:
         )
 
 
-def _completion(output: Any, *, keeps: bool) -> Completion:
+def _completion(output: Any, *, keeps: bool, top: int = 0) -> Completion:
     """Return a completion of vLLM; raise a `RuntimeError` if something but its length cut it."""
     if output.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"vLLM did not finish a completion: {output.finish_reason}")
@@ -204,5 +210,9 @@ def _completion(output: Any, *, keeps: bool) -> Completion:
     kept = KeptTokens.from_vllm([output]) if keeps else None
     ended = output.finish_reason == "stop"
     return Completion(
-        torch.tensor(ids), torch.tensor(logprobs, dtype=torch.float32), ended, kept=kept
+        torch.tensor(ids),
+        torch.tensor(logprobs, dtype=torch.float32),
+        ended,
+        kept=kept,
+        top_logprobs=TopKLogprobs.from_vllm([output], top_k=top) if top else None,
     )
