@@ -61,6 +61,8 @@ def test_the_reward_rises_and_the_run_leaves_a_log_a_report_and_a_model(small, l
         ("grpo", {"kl_coef": 0.05, **HALF}),
         ("grpo", {"sampling_rounds": 3, "reward": (f"{REWARDS}:by_record",)}),
         ("ppo", {}),
+        ("grpo", {"score_centering": 5, "objective": "reinforce", "lora_rank": 2}),
+        ("ppo", {"score_centering": 5, "minibatches": 1}),
         ("ppo", {"value_model": "separate", "kl_target": 1e-4}),
         ("ppo", {"value_model": "separate", **HALF}),
         ("ppo", {"lora_rank": 2, "weights": "bfloat16"}),

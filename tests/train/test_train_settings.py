@@ -53,6 +53,11 @@ grpo ppo: {"chat_template": ("x=1", "x=2")} -> chat_template must be .* differen
 grpo ppo: {"rounding": "stochastic"} -> rounding must be .* got weights=float32, lora_rank=None
 grpo ppo: {"weights": "nf4"} -> weights=nf4 must be used with lora_rank, with a model
 grpo ppo: {"offload_checkpoints": True} -> offload_checkpoints must be off without
+grpo ppo: {"score_centering": 0} -> score_centering must be at least 1, got 0
+grpo ppo: {"score_centering": 8} -> score_centering must be None .* epochs=1, minibatches=4
+grpo ppo: {"score_centering": 8, "minibatches": 1, "epochs": 2} -> score_centering .* epochs=2
+grpo: {"score_centering": 8, "objective": "gspo"} -> score_centering must be None .* level must be
+grpo: {"score_centering": 8, "objective": "m2po"} -> score_centering .* trust_region must be None
 grpo: {"lora_rank": 2, "lora_targets": ("q_proj", "pr")} -> lora_targets must be names .* got 'pr'
 grpo: {"lora_rank": 2, "lora_targets": ("mlp",)} -> lora_targets: the model cannot be adapted
 grpo: {"optimizer": "adamw_offloaded"} -> optimizer must not be "adamw_offloaded" on the device cpu
