@@ -21,6 +21,12 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 PICTURES = ROOT / "docs" / "pictures"
 COLOURS = ("#0f7dc2", "#009e73", "#b8609a", "#9a7d0a")
+#: What `score_centering.py` logs.
+CENTERING = {
+    "held_out_reward": "held-out reward",
+    "kl_sampler": "KL",
+    "grad_norm": "gradient norm",
+}
 
 
 def main() -> None:
@@ -36,6 +42,7 @@ def drawn(out: Path) -> list[Path]:
     results = read("cpu")
     sources: dict[str, tuple[dict, Callable]] = {
         "curves": (read("curves"), curves),
+        "score-centering": (read("score-centering"), centering),
         "step": (read("step-cpu"), step),
         "memory": (
             # over tokens, and over vocabulary at 4,096 tokens
@@ -104,11 +111,7 @@ def curves(studies: dict):
     for row, study in zip(grid, studies.values(), strict=True):
         for axes, key in zip(row, ("reward", "held_out_reward"), strict=True):
             for colour, (method, seeds) in zip(COLOURS, study["curves"].items(), strict=False):
-                runs = [dict(run[key]) for run in seeds.values()]
-                for run in runs:
-                    axes.plot(list(run), list(run.values()), color=colour, linewidth=1, alpha=0.4)
-                means = [statistics.mean(run[at] for run in runs) for at in runs[0]]
-                axes.plot(list(runs[0]), means, color=colour, linewidth=3, label=method)
+                seeds_and_mean(axes, [dict(run[key]) for run in seeds.values()], colour, method)
             if study["teacher"]:
                 final = study["teacher"][key][-1][1]
                 axes.axhline(final, linestyle=":", color="#8a8a8a", label="teacher")
@@ -117,6 +120,36 @@ def curves(studies: dict):
         row[1].set_title("greedy, on held-out prompts")
         legend(row[1], [row[1]], "", loc="lower right", ncols=1)
     return figure
+
+
+def centering(study: dict):
+    """Lines by step below each other, for the two faults of the sampler beside each other."""
+    faults = {name: study["curves"][name] for name, how in study["faults"].items() if how}
+    right = study["curves"]["no fault"]["plain"]
+    figure, grid = panels(len(CENTERING), len(faults), 9.6, sharex=True, sharey="row")
+    for row, (key, label) in zip(grid, CENTERING.items(), strict=True):
+        for axes, (fault, methods) in zip(row, faults.items(), strict=True):
+            for colour, (method, seeds) in zip(COLOURS, methods.items(), strict=True):
+                seeds_and_mean(axes, [dict(run[key]) for run in seeds.values()], colour, method)
+            if key == "kl_sampler":  # without a fault it is 0
+                axes.set_yscale("log")
+            else:
+                runs = [dict(run[key]) for run in right.values()]
+                means = [statistics.mean(run[at] for run in runs) for at in runs[0]]
+                axes.plot(list(runs[0]), means, linestyle=":", color="#8a8a8a", label="no fault")
+            axes.set_title(f"{label}: {fault}")
+    for axes in grid[-1]:
+        axes.set_xlabel("step")
+    legend(figure, [grid[0, 0]], "A sampler that is wrong: each seed, and the mean")
+    return figure
+
+
+def seeds_and_mean(axes, runs: list[dict], colour: str, label: str) -> None:
+    """Draw a line for each seed, whose values are by step, and a wide one for their mean."""
+    for run in runs:
+        axes.plot(list(run), list(run.values()), color=colour, linewidth=1, alpha=0.4)
+    means = [statistics.mean(run[at] for run in runs) for at in runs[0]]
+    axes.plot(list(runs[0]), means, color=colour, linewidth=3, label=label)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-NAMES = ("curves", "memory", "step", "time")
+NAMES = ("curves", "memory", "score-centering", "step", "time")
 
 
 @pytest.fixture(scope="module")

@@ -261,7 +261,8 @@ def test_a_teacher_of_other_tokens_is_refused(small, tmp_path):
 
 
 OF_REWARDS = {"advantage": "batch", "sampling_rounds": 2, "clip_low": 0.1, "clip_high": 0.3}
-OF_REWARDS |= {"rollout_correction": "mask", "reward_timeout": 3.0, "reward_failed": 0.0, "score_centering": 8}
+OF_REWARDS |= {"rollout_correction": "mask", "reward_timeout": 3.0, "reward_failed": 0.0}
+OF_REWARDS |= {"score_centering": 8}
 REFUSED = [
     ({"teacher_coef": 1.0}, "teacher must be given with teacher_coef or teacher_beta"),
     ({"teacher_beta": 0.5}, "teacher must be given with teacher_coef or teacher_beta"),
