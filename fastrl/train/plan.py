@@ -120,8 +120,8 @@ def plan(config: RunConfig, model: Shape, *, device: str) -> Plan:
         loss = max(_chunk_bytes(config, model, batch, device, rounded), rounded)
         of_head = 4 * head
     centered = min(config.score_centering or 0, model.vocabulary)
-    # those of a micro-batch are copied, with ids in int64
-    loss += scored * (model.hidden * element + 12 * centered)
+    # a micro-batch has a copy of its tokens' numbers, and the loss one of the ids in int64
+    loss += scored * (model.hidden * element + 16 * centered)
     top = 8 * config.prompts_per_step * config.group_size * config.max_new_tokens * centered
     earlier = gradients if batch.several else 0.0  # those of earlier micro-batches
     moments = (

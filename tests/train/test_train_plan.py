@@ -149,7 +149,7 @@ def test_more_tokens_in_a_row_never_take_less(tmp_path):
 
 
 def test_score_centering_takes_the_most_likely_tokens_of_a_step(tmp_path):
-    """Ids and log-probabilities of 4 bytes each; those of a row are copied, with ids of 8."""
+    """Ids and log-probabilities of 4 bytes each; a row copies its own, and ids to 8."""
     run = {"prompts_per_step": 10, "group_size": 4, "max_new_tokens": 100, "minibatches": 1}
     run |= {"model": save(tmp_path), "loss": "logits", "max_prompt_tokens": 8}
     configs = [GrpoConfig(**run, score_centering=k) for k in (None, 5, 97, 5000)]
@@ -157,7 +157,7 @@ def test_score_centering_takes_the_most_likely_tokens_of_a_step(tmp_path):
     assert some.top_logprobs == 10 * 4 * 100 * 5 * 8
     assert some.generation - without.generation == some.top_logprobs
     copied = some.loss_workspace - without.loss_workspace
-    assert copied == 12 * 5 * Minibatch.of(configs[0]).scored
+    assert copied == 16 * 5 * Minibatch.of(configs[0]).scored
     assert some.learning - without.learning in (some.top_logprobs, some.top_logprobs + copied)
     assert without.top_logprobs == 0
     assert most == more
