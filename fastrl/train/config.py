@@ -1,9 +1,10 @@
 """The settings: one dataclass per loop, whose fields are the options of the command line."""
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Literal
 
 from fastrl import Objective
+from fastrl.train.centering import centered
 from fastrl.train.chat import chat_arguments
 from fastrl.train.setting_types import check_type
 
@@ -244,19 +245,8 @@ class RunConfig:
             )
 
     def _centered(self, objective: Objective) -> Objective:
-        """Return the objective with the score centering of the settings."""
-        if self.score_centering is None:
-            return objective
-        try:
-            centered = replace(objective, score_centering=True)
-        except ValueError as error:
-            raise ValueError(f"score_centering must be None with this objective: {error}") from None
-        if centered.surrogate != "reinforce" and (self.epochs, self.minibatches) != (1, 1):
-            raise ValueError(
-                "score_centering must be None with several epochs or minibatches of a clipped "
-                f"objective, got epochs={self.epochs}, minibatches={self.minibatches}"
-            )
-        return centered
+        given = {"epochs": self.epochs, "minibatches": self.minibatches}
+        return objective if self.score_centering is None else centered(objective, **given)
 
     @property
     def peak_learning_rate(self) -> float:
