@@ -244,10 +244,6 @@ class RunConfig:
                 f"{targets}, lora_rank={self.lora_rank}"
             )
 
-    def _centered(self, objective: Objective) -> Objective:
-        given = {"epochs": self.epochs, "minibatches": self.minibatches}
-        return objective if self.score_centering is None else centered(objective, **given)
-
     @property
     def peak_learning_rate(self) -> float:
         """The learning rate after the warm-up: the setting, or the default for its model."""
@@ -340,7 +336,7 @@ class GrpoConfig(RunConfig):
             changes["length_norm"] = float(self.max_new_tokens)  # the same for every batch
         changes |= {"kl_coef": self.kl_coef, "entropy_coef": self.entropy_coef}
         objective = Objective.preset(preset, teacher_coef=self.teacher_coef or 0.0, **changes)
-        return self._centered(objective)
+        return centered(objective, self.score_centering, (self.epochs, self.minibatches))
 
 
 @dataclass(kw_only=True)
@@ -398,4 +394,5 @@ class PpoConfig(RunConfig):
         """Return the clipped loss of PPO; its KL is in the rewards."""
         clips = {"clip_low": self.clip_low, "clip_high": self.clip_high}
         changes: dict[str, Any] = {k: v for k, v in clips.items() if v is not None}
-        return self._centered(Objective.preset("ppo", entropy_coef=self.entropy_coef, **changes))
+        ppo = Objective.preset("ppo", entropy_coef=self.entropy_coef, **changes)
+        return centered(ppo, self.score_centering, (self.epochs, self.minibatches))
