@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from fastrl import KeptTokens, Objective, TopKLogprobs
+from fastrl.ops._companions.sampler_arguments import check_sampler, sampler_arguments
 from fastrl.ops._lens.kept import check_kept
 from fastrl.ops.kept_tokens import kept_arguments
-from fastrl.ops.top_k_logprobs import check_sampler, sampler_arguments
 from fastrl.train.config import RunConfig
 from fastrl.train.loading import context_of
 from fastrl.train.rollout import Completion
