@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import shlex
 import shutil
@@ -176,7 +177,8 @@ def numbers(seeds: dict[str, dict]) -> dict[str, tuple[float, float]]:
     found = {}
     for key in KEYS:
         last = LAST if "reward" in key else 0
-        means = [statistics.mean(value for _, value in run[key][-last:]) for run in seeds.values()]
+        ends = [[value for _, value in run[key][-last:]] for run in seeds.values()]
+        means = [statistics.mean(values or [math.nan]) for values in ends]  # nothing was learned
         error = statistics.stdev(means) / len(means) ** 0.5 if len(means) > 1 else 0.0
         found[key] = statistics.mean(means), error
     return found
