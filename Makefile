@@ -151,7 +151,7 @@ bench-smoke: $(VENV)/.installed-bench $(VENV)/.installed-train $(BUILT)
 	$(PY) -m fastrl.bench --smoke --peer eager trl torch --out build/bench-smoke
 	$(PY) -m pytest bench --benchmark-disable -q -k "float32 and not compile"
 	rm -rf build/bench-smoke/runs
-	$(PY) bench/score_centering.py --steps 2 --warm-start-steps 0 --seeds 0 --out-dir build/bench-smoke/runs \
+	$(PY) bench/score_centering.py --steps 2 --warm-start-steps 40 --seeds 0 --out-dir build/bench-smoke/runs \
 	  --results build/bench-smoke/score-centering.json
 
 pictures: $(VENV)/.installed-bench
