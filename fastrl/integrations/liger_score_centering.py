@@ -113,10 +113,10 @@ class LigerFusedLinearScoreCenteringLoss(nn.Module):
         chunk_size: int | None = None,
     ) -> None:
         super().__init__()
-        del chunk_size
         if eps != 1e-6:
             raise NotImplementedError(f"eps must be 1e-6, got {eps}")
-        self.score_center, self.temperature = score_center, temperature
+        self.score_center, self.correction, self.temperature = score_center, correction, temperature
+        self.eps, self.chunk_size = eps, chunk_size
         corrections = (None,) if correction is None else ISCorrection(*correction).corrections()
         self.objectives = [
             fastrl.Objective.preset("reinforce", rollout_correction=one, score_centering=True)

@@ -289,10 +289,10 @@ def _most_likely(found: object, top_k: int, index: int) -> dict[int, float]:
             raise TypeError(f"outputs must have numbers as logprobs, got {kind} at {index}")
         if (getattr(one, "rank", None) or 1) <= top_k:
             ranked[token] = float(value)
-    if len(ranked) > top_k:
+    if len(ranked) != top_k:  # with too large a top_k the sampled token would stay
         raise ValueError(
-            f"outputs must have at most {top_k} tokens of a rank up to top_k, got {len(ranked)} at "
-            f"{index}"
+            f"outputs must have {top_k} tokens of a rank up to top_k, the number that was "
+            f"requested, got {len(ranked)} at {index}"
         )
     return ranked
 
@@ -301,6 +301,7 @@ def _padded(top: TopKLogprobs, width: int) -> TopKLogprobs:
     """Return rows `[N, width]`."""
     missing = (0, width - top.token_ids.shape[-1])
     ids, logprobs = (x.flatten(0, -2) for x in top)
+    ids = ids.to(torch.int64)  # unsigned ones hold no -1
     return TopKLogprobs(pad(ids, missing, value=-1), pad(logprobs, missing, value=_NOTHING))
 
 

@@ -10,8 +10,8 @@ from fastrl.integrations.liger import ISCorrection, LigerFusedLinearScoreCenteri
 B, T, V, H, K = 3, 5, 50, 8, 6
 CORRECTIONS = {
     "none": None,
-    "tis": ISCorrection(high=1.3, outside="clamp"),
-    "mis": ISCorrection(low=0.6, high=1.5),
+    "truncated": ISCorrection(high=1.3, outside="clamp"),
+    "masked": ISCorrection(low=0.6, high=1.5),
     "ppo": ISCorrection(low=0.8, high=1.2, sign="ppo"),
     "unbounded": ISCorrection(),
 }

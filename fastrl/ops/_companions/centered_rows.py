@@ -78,7 +78,10 @@ class SamplerTokens:
         values = torch.where(self.rows.active[..., None], values, 0.0).to(target.dtype)
         values = torch.where(self.own, values, values.gather(-1, self._first))
         none = ~self.own.any(-1, keepdim=True)
-        target.scatter_(-1, self._place, torch.where(none, self.read(target), values))
+        values = torch.where(none, self.read(target), values)
+        if target.itemsize == 2:  # torch would copy all of a 16-bit target on a CPU
+            target, values = target.view(torch.int16), values.view(torch.int16)
+        target.scatter_(-1, self._place, values)
 
     def read(self, target: Tensor) -> Tensor:
         """Return the values of the tokens that this rank has."""
