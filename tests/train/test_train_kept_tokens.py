@@ -257,9 +257,9 @@ def test_greedy_is_top_1_in_a_vllm_that_returns_sets(tiny, monkeypatch):
     config = GrpoConfig(temperature=1.3, top_p=0.9, top_k=50)
     engine._config, engine._endings = config, Endings(model, tokenizer, config)
     engine._tokens, engine._outputs, engine._check = 0, outputs, lambda *given: None
-    engine._top = 3
+    engine._top = 1
     engine.complete([[1, 2]], greedy=False)
     engine.complete([[1, 2]], greedy=True)
     found = [(one.temperature, one.top_k, one.logprobs) for one in asked]
-    assert found == [(1.3, 50, 3), (1.0, 1, 0)]
+    assert found == [(1.3, 50, 1), (1.0, 1, 0)]
     assert asked[0].top_p == 0.9
