@@ -65,9 +65,7 @@ def expected_score(
     """
     p, q = logprobs.exp(), sampler_logprobs.exp()
     head = q.sum(-1, keepdim=True)
-    tail_q = 1 - head
-    # what is left by rounding is no tail: divided by the least tail of p, it would be one
-    tail_q = torch.where(tail_q < 4 * torch.finfo(q.dtype).eps, 0.0, tail_q)
+    tail_q = (1 - head).clamp(min=0)
     tail_p = (1 - p.sum(-1, keepdim=True)).clamp(min=_LEAST_TAIL)
     rho = tail_q / tail_p
     mass = weighted_mass(logprobs, sampler_logprobs, corrections)
