@@ -152,13 +152,14 @@ class CenteredRows:
         grad, tokens = upstream.grad_centering, self._tokens
         if grad is None:
             return
-        score, factor = self._score(upstream.stats), torch.where(grad == 0, 0.0, grad)[..., None]
+        score, factor = self._score(upstream.stats), grad[..., None]
         slopes = tokens.rows.exponent_slopes(tokens.logits)
         if isinstance(self._others, RowsAlone):  # exact also where alpha is large
             stats = upstream.stats
             own = slopes_at(score.logprobs, tokens.are_sampled, stats.entropy, upstream.slopes)
-            values = (own + torch.where(factor == 0, 0.0, factor * score.slopes())) * slopes
+            values = (own + factor * score.slopes()) * slopes
         else:
-            of_score = torch.where(factor == 0, 0.0, factor * score.coefficients())
-            values = tokens.read(target).to(tokens.logits.dtype) + of_score * slopes
-        tokens.write(target, values)
+            of_score = factor * score.coefficients() * slopes
+            values = tokens.read(target).to(tokens.logits.dtype) + of_score
+        # a row without a factor may have no distribution either
+        tokens.write(target, torch.where(factor == 0, tokens.read(target), values))

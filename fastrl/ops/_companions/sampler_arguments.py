@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import exp
+from math import exp, inf
 
 import torch
 from torch import Tensor
@@ -66,7 +66,8 @@ def _clipped_ratio(objective: Objective) -> list[RolloutCorrection]:
     """Return the weight of `cispo`, whose log-ratio may be clamped, too."""
     c = objective.arguments.coefficients
     low = max(0.0, 1 - c.clip_low, exp(-c.log_ratio_low))
-    high = min(1 + c.clip_high, exp(min(c.log_ratio_high, MAX_LOG_RATIO)))
+    unbounded = c.log_ratio_high > MAX_LOG_RATIO  # as in a correction with high=inf
+    high = min(1 + c.clip_high, inf if unbounded else exp(c.log_ratio_high))
     return [RolloutCorrection(low=low, high=high)] if low < high else []  # 1, if both are
 
 
