@@ -245,7 +245,7 @@ def test_kept_tokens_and_teachers(backend, form, teacher, kept_count):
                 row[:] = -torch.inf
                 row[[*one, int(own)]] = 0.0
         top, _ = sampler_of(logits_of(*leaves).double() + excluded)
-    given |= teacher_of(teacher)
+    given |= {**teacher_of(teacher), "temperature": 0.8}
     exact = teacher_of(teacher, excluded)
     options = {"backend": backend, "exact": exact, "value": kept_count in (12, None)}
     compare(given, top, leaves, logits_of, factors(given, o), form, excluded, **options)
