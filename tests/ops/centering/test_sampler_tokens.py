@@ -40,7 +40,7 @@ def test_from_vllm_leaves_out_the_sampled_token_beyond_the_top():
     top = TopKLogprobs.from_vllm([first, second], top_k=2)
     assert top.token_ids.tolist() == [[1, 4], [4, 1], [2, 5], [-1, -1]]
     assert top.logprobs[0].tolist() == [-0.5, -1.5]
-    with pytest.raises(ValueError, match="3 tokens of a rank up to top_k.*requested, got 2 at 0"):
+    with pytest.raises(ValueError, match="requested, got 2 at 0"):
         TopKLogprobs.from_vllm([first], top_k=3)
     alone = TopKLogprobs.from_vllm([first, second], top_k=1, length=1)
     assert alone.token_ids.tolist() == [[1], [2]]
