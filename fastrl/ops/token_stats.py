@@ -73,6 +73,7 @@ def token_logprobs(
         backend: `auto`, or the backend to use. `cuda` refuses a float temperature below 1e-6 times
             the scale (or 2 softcap). It treats a row with no z above -6.9e8, or in fp16 with no
             logit above -65504, as if all its logits were -inf; a logit that low gets no gradient.
+            `triton` returns NaN for a row with another token's logit above 2.3e38.
 
     Returns:
         Log-probabilities in nats, fp32, the shape of `token_ids`.
