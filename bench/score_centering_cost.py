@@ -3,7 +3,7 @@
     python bench/score_centering_cost.py
 
 1,024 tokens, H 512, V 32,768, float32 and K = 20, loss and gradients, on a CPU. The two take turns;
-the time is the median of the ratios of neighbours, the memory that of a process with one call.
+the time is the median ratio of paired calls, the memory the peak of one call in a fresh process.
 """
 
 from __future__ import annotations

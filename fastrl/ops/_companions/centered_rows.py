@@ -50,7 +50,7 @@ class SamplerTokens:
             self.own, place = (local >= 0) & (local < size), local
         else:
             self.own, place = _found(columns.ids[None].to(torch.int64), local)
-        # a token without a column here takes that of another one, which is written twice
+        # tokens without a column here write the first one's value to its column once more
         first = self.own.int().argmax(-1, keepdim=True)
         self._first, place = first, torch.where(self.own, place, 0)
         self._place = torch.where(self.own, place, place.gather(-1, first))
@@ -137,7 +137,7 @@ class CenteredRows:
         return self._found
 
     def _with_score(self, upstream: Upstream) -> Upstream:
-        """Return the slopes with that of the score by the log-sum-exp."""
+        """Add the slope of the expected score by the log-sum-exp to the upstream slopes."""
         grad = upstream.grad_centering
         if grad is None:
             return upstream

@@ -62,7 +62,7 @@ class LossInputs(NamedTuple):
     def centering_weights(self, logprobs: Tensor, entropy: Tensor | None) -> Tensor | None:
         """Return the factor of the sampler's expected score, `[B, T]`, or None.
 
-        It is that of the policy term, without the weight of the token that was sampled.
+        The policy term has the same factor, times the weight of the sampled token.
         """
         if not self.objective.score_centering:
             return None

@@ -34,7 +34,7 @@ class Loss:
     slope: Bounded
     entropy_slope: Bounded
     metrics: dict[str, Bounded]
-    #: the factor of the sampler's expected score, whose gradient is added to that of the slopes
+    #: the factor of the sampler's expected score, which adds its own gradient
     score_factor: Bounded
     score: Centering | None = None
 

@@ -1,4 +1,4 @@
-"""`score_centering`: the sampler's likeliest tokens reach the loss, which is that by hand."""
+"""`score_centering`: the sampler's likeliest tokens reach the loss, which equals float64."""
 
 import pytest
 import torch
@@ -120,7 +120,7 @@ def by_hand(trainer, batch, *, centered=True):
 
 
 def check_step(trainer, batch):
-    """Compare a step of fastrl with that of a hand; logits are about 5, so rounding is 1e-6."""
+    """Compare a step with a computation in float64; logits are about 5, so rounding is 1e-6."""
     loss, metrics, gradients, score = by_hand(trainer, batch)
     ours = loss_of(trainer, batch)
     assert score > 1e-2

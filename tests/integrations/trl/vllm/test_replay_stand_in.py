@@ -301,7 +301,7 @@ MODES = {
 
 @pytest.mark.parametrize("name", MODES)
 def test_score_centering_by_hand(name, made):
-    """And TRL's loss is that of a hand without it, whose weight is a function of p / q."""
+    """Without centering, TRL's loss equals one computed with weights that depend on p / q."""
     trainer = made(with_sets=False, gradient_accumulation_steps=2, **MODES[name])
     engine = trainer.vllm_generation.llm
     with use_fastrl(trainer, score_centering=4):
