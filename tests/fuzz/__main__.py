@@ -4,11 +4,11 @@ import argparse
 import os
 import sys
 
+from tests.calls.case import parse
+from tests.calls.examine import BACKENDS
 from tests.ptx import backends
 
-from .case import parse
 from .draw import FUNCTIONS
-from .examine import BACKENDS
 from .run import MOST_IN_DOUBT, Run
 from .supervise import supervised
 

@@ -2,12 +2,13 @@
 
 from typing import Any
 
-from . import policy_data, rows_data
-from .case import DIVERGENCES, LINEAR, LOSSES, WITH_LOGITS, Case
+from tests.calls import policy_data, rows_data
+from tests.calls.case import DIVERGENCES, LINEAR, LOSSES, WITH_LOGITS, Case
+from tests.calls.refusals import WRONG
+
 from .chance import Chance
 from .draw_objective import objective_options
 from .draw_plain import PLAIN
-from .refusals import WRONG
 
 #: How often each function is drawn.
 FUNCTIONS = {

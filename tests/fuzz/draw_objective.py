@@ -3,8 +3,9 @@
 from math import inf
 from typing import Any
 
+from tests.calls.objectives import CONVENTIONS, DEFAULTS, OWN
+
 from .chance import Chance
-from .objectives import CONVENTIONS, DEFAULTS, OWN
 
 AGGREGATIONS = (
     "token-mean",

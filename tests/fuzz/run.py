@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .case import SIMPLEST, Case
+from tests.calls.case import SIMPLEST, Case
+from tests.calls.examine import Signature, Verdict, examine, signatures
+
 from .draw import draw
-from .examine import Signature, Verdict, examine, signatures
 
 #: More than this share of cases with something in doubt, and a run says too little. About 11 of
 #: 100 are drawn so: rows without a distribution and infinities on purpose, the rest on bounds.

@@ -8,10 +8,11 @@ from collections import Counter
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from .case import Case
-from .examine import Verdict
+from tests.calls.case import Case
+from tests.calls.examine import Verdict
+from tests.calls.trial import Difference
+
 from .run import Report, Run
-from .trial import Difference
 
 #: Cases of one process; a child is forked, which costs little.
 SHARE = 500

@@ -4,10 +4,12 @@ from math import inf
 
 import pytest
 
-from . import draw_plain, objectives, policy_data, rows_data
-from .case import LOSSES, SIMPLEST, Case, parse
+from tests.calls import objectives, policy_data, rows_data
+from tests.calls.case import LOSSES, SIMPLEST, Case, parse
+from tests.calls.refusals import WRONG
+
+from . import draw_plain
 from .draw import FUNCTIONS, draw
-from .refusals import WRONG
 
 DRAWN = [draw(1, index, float64=True, executed=False) for index in range(6000)]
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import fastrl
+from tests.calls.case import Case, parse
+from tests.calls.examine import examine, signatures
+from tests.calls.oracle import policy, rows, terms
 
-from .case import Case, parse
-from .examine import examine, signatures
-from .oracle import policy, rows, terms
 from .run import Run, perform
 
 ROOT = Path(__file__).parent.parent.parent

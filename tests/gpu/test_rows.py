@@ -9,7 +9,8 @@ from fastrl import reference
 from fastrl.contract import LossArguments
 from fastrl.library import operators
 from fastrl.ops._rows.statistics import OF_ROW
-from tests.fuzz.case import Case
+from tests.calls.case import Case
+from tests.calls.combined import assert_value
 from tests.gpu.rows import (
     loss_of,
     make_rows,
@@ -20,7 +21,6 @@ from tests.gpu.rows import (
     shared_out,
     token_stats,
 )
-from tests.ops.values import assert_value
 
 pytestmark = pytest.mark.kernels_alone  # their kernels have other shapes
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import fastrl
 from fastrl import Objective
 from fastrl.reference import row_blocks
-from tests.fuzz.tokens import laid_out
+from tests.calls.tokens import laid_out
 from tests.ops.closeness import assert_close, assert_same
 from tests.ops.entry_points import CENTERED, ENTRIES, FEW, OBJECTIVES, entries, outcome
 from tests.ops.inputs import beside, make_logprobs

@@ -7,7 +7,8 @@ import torch
 
 import fastrl
 from fastrl.library import operators
-from tests.fuzz.case import Case
+from tests.calls.case import Case
+from tests.calls.combined import assert_value
 from tests.gpu.rows import (
     DTYPES,
     loss_of,
@@ -19,7 +20,6 @@ from tests.gpu.rows import (
     token_stats,
 )
 from tests.gpu.test_narrow_gradient import Workspace
-from tests.ops.values import assert_value
 from tests.ptx import cuda_operators
 from tests.ptx.machine import machine
 

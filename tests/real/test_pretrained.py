@@ -22,11 +22,11 @@ from fastrl.train.loading import load
 from fastrl.train.policy import completion_logprobs
 from fastrl.train.prompts import encode
 from fastrl.train.sampling import Sampler
-from tests.fuzz.linear_call import ENTERING
-from tests.fuzz.oracle.bounded import FLOAT32, Bounded
-from tests.fuzz.oracle.functions import exp, stored
-from tests.fuzz.oracle.head import LinearHead
-from tests.fuzz.oracle.rows import Head, Rows
+from tests.calls.linear_call import ENTERING
+from tests.calls.oracle.bounded import FLOAT32, Bounded
+from tests.calls.oracle.functions import exp, stored
+from tests.calls.oracle.head import LinearHead
+from tests.calls.oracle.rows import Head, Rows
 from tests.integrations.packages import needed
 from tests.integrations.trl.kinds import both
 from tests.ops.ranks.gloo_ranks import on_ranks

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from fastrl import Objective
-from tests.ops.values import assert_values, each
+from tests.calls.combined import assert_values, each
 
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("poisoned_memory")]
 

@@ -6,8 +6,8 @@ import random
 import pytest
 import torch
 
-from tests.fuzz.case import IN_TORCH, Case
-from tests.fuzz.examine import examine
+from tests.calls.case import IN_TORCH, Case
+from tests.calls.examine import examine
 
 #: Cases of a row of options, of each of which a fuzzer draws more. Kernels of GPUs take long on a
 #: CPU, and so does Triton's compiler.
