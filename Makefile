@@ -151,11 +151,11 @@ bench-smoke: $(VENV)/.installed-bench $(VENV)/.installed-train $(BUILT)
 	$(PY) -m fastrl.bench --smoke --peer eager trl torch --out build/bench-smoke
 	$(PY) -m pytest bench --benchmark-disable -q -k "float32 and not compile"
 	rm -rf build/bench-smoke/runs
-	$(PY) bench/score_centering.py --steps 2 --warm-start-steps 40 --seeds 0 --out-dir build/bench-smoke/runs \
+	$(PY) bench/studies/score_centering.py --steps 2 --warm-start-steps 40 --seeds 0 --out-dir build/bench-smoke/runs \
 	  --results build/bench-smoke/score-centering.json
 
 pictures: $(VENV)/.installed-bench
-	$(PY) bench/pictures.py
+	$(PY) bench/documents/pictures.py
 
 # Compiled here, so the C library of this machine decides the tag; RELEASING.md has the wheels of a
 # release. WHEELS=cuda has both extensions and needs nvcc. From the sdist: what is not in it is missed.
@@ -176,7 +176,7 @@ check-wheels:
 	$(PYTHON) -m tests.wheels dist/*.whl --torch $(TORCHES) -- -n $(JOBS) --dist loadfile $(ARGS)
 
 targets: $(VENV)/.installed-triton
-	$(PY) bench/targets.py $(ARGS)
+	$(PY) bench/gpu_cost/targets.py $(ARGS)
 
 # On a machine with a GPU, which may have no network: GPU_PYTHON is used as it is. It needs a CUDA build
 # of torch, pytest, setuptools 77 and preferably ninja and pytest-xdist. tests/gpu/device/pieces.py lists the

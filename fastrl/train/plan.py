@@ -2,7 +2,7 @@
 
 ``fastrl grpo --plan 24 --model NAME ...`` prints the memory part by part without loading weights,
 and names the options with which the run fits 24 GiB; `docs/long-sequences.md` explains them.
-``python bench/train_memory.py`` compares the prediction with measurements.
+``python bench/studies/train_memory.py`` compares the prediction with measurements.
 """
 
 from dataclasses import replace

@@ -279,7 +279,7 @@ def code_of(name, monkeypatch):
     """The code of a target at every stage of the compilation."""
     from triton.backends.compiler import GPUTarget
 
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "bench")
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "bench" / "gpu_cost")
     targets = importlib.import_module("targets")
     target = next(one for one in targets.triton_targets() if one.name == name)
     options = {"num_warps": target.num_warps, "enable_fp_fusion": target.enable_fp_fusion}

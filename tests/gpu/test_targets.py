@@ -14,11 +14,11 @@ ROOT = Path(__file__).parents[2]
 ARCHITECTURES = ("sm_80", "sm_90", "gfx942")
 
 
-sys.path.append(str(ROOT / "bench"))  # as when a script there is run
+sys.path.append(str(ROOT / "bench" / "gpu_cost"))  # as when a script there is run
 
 
 def from_bench(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "bench" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, ROOT / "bench" / "gpu_cost" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.slow
 def reports():
     # a process of its own: the tests of this one may run kernels in Triton's interpreter
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(ROOT / "bench" / "targets.py"), "--json", "--quick"]
+    command = [sys.executable, str(ROOT / "bench" / "gpu_cost" / "targets.py"), "--json", "--quick"]
     command += ["--arch", *ARCHITECTURES]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""The bytes that kernels move per element, against those that bench/budgets predicts times from.
+"""The bytes that kernels move per element, against those that times are predicted from.
 
 Not here are kernels without a prediction (groups, weights of sequences), and scattered sums, whose
 states caches hold.
@@ -41,9 +41,10 @@ def row(backend, target, run, *given, **options):
 
 @functools.cache
 def bench_targets():
-    sys.path.insert(0, str(ROOT / "bench"))
+    folder = ROOT / "bench" / "gpu_cost"
+    sys.path.insert(0, str(folder))
     try:
-        return runpy.run_path(str(ROOT / "bench" / "targets.py"))
+        return runpy.run_path(str(folder / "targets.py"))
     finally:
         sys.path.pop(0)
 

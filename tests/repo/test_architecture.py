@@ -20,7 +20,14 @@ READS = re.compile(
     |getenv\("(\w+)"\)|^(\w+)\ \?=|export\ (\w+)\ \?=""",
     flags=re.MULTILINE | re.VERBOSE,
 )
-READERS = ("fastrl/**/*.py", "bench/*.py", "tests/**/*.py", "csrc/**/*.*", "setup.py", "Makefile")
+READERS = (
+    "fastrl/**/*.py",
+    "bench/**/*.py",
+    "tests/**/*.py",
+    "csrc/**/*.*",
+    "setup.py",
+    "Makefile",
+)
 
 
 def paths():

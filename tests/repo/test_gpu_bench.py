@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-BENCH = ROOT / "bench"
+BENCH = ROOT / "bench" / "gpu_cost"
 
 
 @pytest.mark.slow

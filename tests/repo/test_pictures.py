@@ -1,4 +1,4 @@
-"""The pictures of the documents and the numbers of the README are those of the committed JSON."""
+"""What is made of the committed results: pictures, numbers of documents, the files themselves."""
 
 import json
 import re
@@ -8,17 +8,11 @@ import pytest
 NAMES = ("curves", "memory", "score-centering", "step", "time")
 
 
-@pytest.fixture(scope="module")
-def shown():
+def shown(path):
     """What a picture shows: its numbers and its words, but not where matplotlib puts them."""
-    pytest.importorskip("matplotlib")
-
-    def read(path):
-        text = path.read_text()
-        numbers = re.search(r"<dc:description>(.*?)</dc:description>", text, re.DOTALL)[1]
-        return numbers, sorted(re.findall(r"<text[^>]*>([^<]*)</text>", text))
-
-    return read
+    text = path.read_text()
+    numbers = re.search(r"<dc:description>(.*?)</dc:description>", text, re.DOTALL)[1]
+    return numbers, sorted(re.findall(r"<text[^>]*>([^<]*)</text>", text))
 
 
 @pytest.fixture
@@ -27,7 +21,22 @@ def pictures(bench):
     return bench("pictures")
 
 
-def test_pictures_are_drawn_from_the_committed_results(pictures, shown, tmp_path):
+@pytest.fixture
+def results(bench):
+    return bench("results")
+
+
+def test_the_files_of_results_have_a_case_or_a_run_in_a_line(results):
+    paths = list(results.RESULTS.glob("*.json"))
+    assert len(paths) > 10
+    for path in paths:
+        text = path.read_text()
+        assert text == results.written(json.loads(text)), path.name
+    (cases,) = (path.read_text() for path in paths if "logprobs-rows" in path.name)
+    assert cases.count('\n  {"name": ') == 4
+
+
+def test_pictures_are_drawn_from_the_committed_results(pictures, tmp_path):
     """To the byte, where the same matplotlib draws them."""
     drawn = pictures.drawn(tmp_path)
     committed = [path for name in NAMES for path in pictures.PICTURES.glob(f"{name}-*.svg")]
@@ -35,34 +44,30 @@ def test_pictures_are_drawn_from_the_committed_results(pictures, shown, tmp_path
     assert {"curves-light.svg", "curves-dark.svg"} <= {path.name for path in drawn}
     for path in drawn:
         kept = pictures.PICTURES / path.name
-        assert shown(path) == shown(kept), f"python bench/pictures.py draws {path.name} again"
+        assert shown(path) == shown(kept), f"`make pictures` draws {path.name} again"
         versions = [re.search(r"Matplotlib v[\d.]+", one.read_text())[0] for one in (path, kept)]
         if versions[0] == versions[1]:
             assert path.read_bytes() == kept.read_bytes(), path.name
 
 
-def test_a_stale_picture_is_found(pictures, shown, tmp_path, monkeypatch):
-    kept = pictures.PICTURES / "curves-light.svg"
-    (path,) = pictures.RESULTS.glob("curves-*.json")
-    results = json.loads(path.read_text())
-    seeds = next(iter(results["methods"]["curves"].values()))
-    seeds["2"]["held_out_reward"][3][1] += 0.001
-    (tmp_path / path.name).write_text(json.dumps(results))
-    monkeypatch.setattr(pictures, "RESULTS", tmp_path)
+def test_a_stale_picture_is_found(pictures, results, tmp_path, monkeypatch):
+    found = results.read("curves")
+    next(iter(found["methods"]["curves"].values()))["2"]["held_out_reward"][3][1] += 0.001
+    (tmp_path / "curves.json").write_text(json.dumps(found))
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
     changed, _ = pictures.drawn(tmp_path)
-    assert shown(changed) != shown(kept)
+    assert shown(changed) != shown(pictures.PICTURES / "curves-light.svg")
 
 
-def test_the_numbers_of_the_readme_are_the_results(pictures):
-    readme = (pictures.ROOT / "README.md").read_text()
+def test_the_numbers_of_the_readme_are_the_results(pictures, results):
+    readme = (results.ROOT / "README.md").read_text()
     assert re.search("<!-- numbers:begin -->.*<!-- numbers:end -->", readme, re.DOTALL)
-    if results := pictures.read("cpu"):
-        assert readme == pictures.written(readme, results), "python bench/pictures.py writes them"
+    assert readme == pictures.in_readme(readme, results.read("cpu")), "`make pictures` writes them"
 
 
-def test_the_rewards_of_the_training_page_are_the_results(pictures, bench):
-    study = pictures.read("curves")["methods"]
-    page = " ".join((pictures.ROOT / "docs" / "training.md").read_text().split())
+def test_the_rewards_of_the_training_page_are_the_results(results, bench):
+    study = results.read("curves")["methods"]
+    page = " ".join((results.ROOT / "docs" / "training.md").read_text().split())
 
     def spread(seeds, row):
         return bench("curves").spread([one["held_out_reward"][row][1] for one in seeds.values()])
@@ -91,41 +96,31 @@ def test_the_tables_have_the_numbers_of_the_results(bench):
         provider("Liger", "peer", None),
         provider("copy", "floor", 1, 0),
     ]
-    cases = [
-        {
-            "op": op,
-            "step": step,
-            "dtype": dtype,
-            "variant": "",
-            "shape": {"rows": rows, "vocabulary": vocabulary},
-            "providers": providers,
-        }
-        for op, step, rows, vocabulary in numbers.WORK.values()
-        for dtype in ("float32", "bfloat16")
-    ]
+    cases = []
+    for work, dtype in numbers.MEASURED:
+        op, step, rows, vocabulary = numbers.WORK[work]
+        case = {"op": op, "step": step, "dtype": dtype, "variant": "", "providers": providers}
+        cases.append({**case, "shape": {"rows": rows, "vocabulary": vocabulary}})
     memory = {**cases[-2], "shape": {"rows": 4096, "vocabulary": 49152}}
-    machine = {"device": "a CPU", "torch": "2.13.0"}
-    made = {"machine": machine, "date": "2026-11-26T01:02:03"}
+    made = {"machine": {"device": "a CPU", "torch": "2.13.0"}, "date": "2026-11-26T01:02:03"}
     before = "a <!-- numbers:begin -->\nstale numbers\n<!-- numbers:end --> b"
-    text = numbers.written(before, {**made, "cases": [*cases, memory]})
-    assert text.startswith(
-        "a <!-- numbers:begin -->\n\nMeasured on a CPU; torch 2.13.0, 2026-11-26."
-    )
+    text = numbers.in_readme(before, {**made, "cases": [*cases, memory]})
+    begin = "a <!-- numbers:begin -->\n\nMeasured on a CPU; torch 2.13.0, 2026-11-26."
+    assert text.startswith(begin)
     assert text.endswith("<!-- numbers:end --> b")
     assert text.count("torch.compile is faster for *") == len(cases)
     assert "error of 0.2% of the largest gradient (fastrl: 0.20%)" in " ".join(text.split())
-    assert "stale numbers" not in text
-    assert (
+    for line in (
         "| loss and gradient from logits | 256 x 151936 | float32 | 2 ms | 0.5x | **0.5x** | 10x "
-        "| TRL, 2.5x |" in text
-    )
-    assert (
+        "| TRL, 2.5x |",
         "tokens x vocabulary | fastrl cpu | fastrl cpu, in place | eager | eager in bfloat16 "
-        "| torch.compile |" in text
-    )
-    assert "| 4096 x 49152 | 5 | 0 | 70 | 90 | 70 |" in text
+        "| torch.compile |",
+        "| 4096 x 49152 | 5 | 0 | 70 | 90 | 70 |",
+    ):
+        assert line in text
+    assert "stale numbers" not in text
     assert "| 1024 x 49152 | 5" not in text
     with pytest.raises(ValueError, match="markers"):
-        numbers.written("no tables", {**made, "cases": cases})
+        numbers.in_readme("no tables", {**made, "cases": cases})
     with pytest.raises(ValueError, match="token_logprobs"):
-        numbers.written(before, {**made, "cases": cases[1:]})
+        numbers.in_readme(before, {**made, "cases": cases[1:]})

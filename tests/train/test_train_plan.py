@@ -102,7 +102,7 @@ def test_parameters_are_counted(tmp_path, tied):
 ON = {"gradient_checkpointing": True, "mlp_tile": 512}
 Q8 = {"vocab_size": 8000, "num_hidden_layers": 8}
 Q151 = {"vocab_size": 151936, "tie_word_embeddings": True}
-# by bench/train_memory.py: MB, prompts, completions of each, their tokens, sizes, settings
+# by bench/studies/train_memory.py: MB, prompts, completions of each, their tokens, sizes, settings
 MEASURED = {
     "rows-of-1k": (93, (2, 8, 64, 448), Q8, {**ON, "tokens_per_micro_batch": 1024}),
     "8-bit-freeze-head": (

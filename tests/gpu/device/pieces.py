@@ -81,7 +81,10 @@ STEPS: dict[str, tuple[float, list[str]]] = {
             'ncu --import "$STEP/profile.ncu-rep" --page details',
         ],
     ),
-    "tune": (120, ['"$PYTHON" bench/tuning.py --out "$STEP" --seconds $LEFT --knobs chunk']),
+    "tune": (
+        120,
+        ['"$PYTHON" bench/gpu_cost/tuning.py --out "$STEP" --seconds $LEFT --knobs chunk'],
+    ),
     "all-tests": (240, [_TESTS]),
     "all-bench": (540, [_BENCH]),
 }

@@ -1,7 +1,7 @@
 """The predicted time of fastrl's kernels on a GPU, beside the measured one.
 
-    python bench/predictions.py                # for an H100, before anything is measured
-    python bench/predictions.py results.json   # of `fastrl bench` on a GPU
+    python bench/gpu_cost/predictions.py                # for an H100, before anything is measured
+    python bench/gpu_cost/predictions.py results.json   # of `fastrl bench` on a GPU
 
 Every kernel on logits is bound by memory (`make targets`), so its prediction is the bytes that it
 moves over the copy rate, which a run measures first: per active logit of s bytes

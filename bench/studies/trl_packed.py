@@ -1,6 +1,6 @@
 """Learning of TRL's `GRPOTrainer`: alone, with fastrl on padded batches, and on packed rows.
 
-    python bench/trl_packed.py MODEL    # a folder of a causal language model with its tokenizer
+    python bench/studies/trl_packed.py MODEL    # a folder of a causal LM with its tokenizer
 
 The model first samples the completions of all steps, of lengths drawn from 16 to 256 tokens, which
 are then replayed, so that all learn from the same batches. Each variant runs in a process of its
@@ -80,7 +80,7 @@ def sample(model: Path, count: int) -> list[dict[str, Any]]:
     lm = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     draw = random.Random(0)
     torch.manual_seed(0)
-    words = " ".join(Path(__file__).with_name("README.md").read_text().split())
+    words = " ".join((Path(__file__).parents[1] / "README.md").read_text().split())
     found = []
     for index in range(count):
         length = draw.randint(300, 600)

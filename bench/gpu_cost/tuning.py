@@ -1,7 +1,7 @@
 """The time of a kernel for other values of the constants that it is launched with, on a GPU.
 
-    python bench/tuning.py [--knobs lanes chunk ...] [--out build/gpu/tune] [--seconds 450]
-    python bench/tuning.py --smoke         # the same code on tiny shapes, on a CPU
+    python bench/gpu_cost/tuning.py [--knobs lanes chunk ...] [--out build/gpu/tune] [--seconds 450]
+    python bench/gpu_cost/tuning.py --smoke         # the same code on tiny shapes, on a CPU
 
 Each value is tried in a process of its own, which sets it before anything is compiled and times the
 cases that depend on it, beside a copy or the bare GEMMs: the column `/ floor` is free of what the

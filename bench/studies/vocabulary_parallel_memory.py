@@ -1,6 +1,6 @@
 """Peak memory of the linear policy loss on ranks that split the vocabulary, each a process.
 
-    python bench/vocabulary_parallel_memory.py [--rows 2048 --hidden 896 --vocab 151936]
+    python bench/studies/vocabulary_parallel_memory.py [--rows 2048 --hidden 896 --vocab 151936]
 
 Every rank makes its part of the LM head, warms up with a small call, resets the kernel's high-water
 mark of resident memory, makes one call with its backward (gloo, CPU), and reads the mark.

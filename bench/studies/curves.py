@@ -3,15 +3,14 @@
 GRPO, PPO and distillation begin with the same students, half as wide as the model of `make train`;
 the teacher is that model, trained by GRPO. A seed draws the first weights, and its runs begin after
 the same warm start. A step samples 256 completions: one of each prompt, or 8 where they are
-compared. Writes the curves, settings and machine to the JSON that `python bench/pictures.py` draws,
-and prints a table. Finished runs are not repeated, and interrupted ones are continued.
+compared. Writes the curves, settings and machine to the JSON that `make pictures` draws, and prints
+a table. Finished runs are not repeated, and interrupted ones are continued.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import shlex
 import statistics
 import sys
@@ -22,7 +21,7 @@ import torch
 
 from fastrl.bench.machine import machine
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results" / "curves-2026-11-28.json"
 HEAD = "| --- | --- | --- | --- |"
 COMPLETIONS = 256
@@ -50,8 +49,7 @@ def main() -> None:
     arguments = parser.parse_args()
     given = {k: v for k in ("steps", "learning_rate") if (v := getattr(arguments, k))}
     study = measured(SETTINGS | given, arguments.seeds, arguments.out_dir.resolve())
-    text = json.dumps({"methods": study}, indent=1)
-    arguments.results.write_text(re.sub(r"\n *(?=[\[\]\d])", " ", text) + "\n")  # a list in a line
+    arguments.results.write_text(json.dumps({"methods": study}))
     print(table(study))
     print(f"curves: {arguments.results}")
 
@@ -68,7 +66,7 @@ def measured(settings: dict, seeds: list[int], out: Path) -> dict:
             run = out / f"{method}-{seed}"
             curves[method][seed] = trained(loop, run, **common, **own, **given, warm_start_steps=0)
     made = {"title": "short sums, students half as wide", "date": f"{datetime.now():%Y-%m-%d}"}
-    made["command"] = shlex.join(["python", "bench/curves.py", *sys.argv[1:]])
+    made["command"] = shlex.join(["python", "bench/studies/curves.py", *sys.argv[1:]])
     made["machine"] = machine(torch.device("cpu"))
     return {**made, "settings": settings, "teacher": teacher, "curves": curves}
 

@@ -1,6 +1,6 @@
 """What score centering costs: time and memory of a loss from hidden states, with and without it.
 
-    python bench/score_centering_cost.py
+    python bench/studies/score_centering_cost.py
 
 1,024 tokens, H 512, V 32,768, float32 and K = 20, loss and gradients, on a CPU. The two take turns;
 the time is the median ratio of paired calls, the memory the peak of one call in a fresh process.

@@ -1,6 +1,6 @@
 """How far the log-probabilities of a sampler and a trainer differ, by the dtype of their LM heads.
 
-    python bench/head_precision.py runs/smollm2 [--prompts 24 --tokens 64 --seed 0]
+    python bench/studies/head_precision.py runs/smollm2 [--prompts 24 --tokens 64 --seed 0]
 
 The weights are bfloat16. The sampler is `generate` of transformers, which computes one token at a
 time from a cache; the trainer computes whole sequences. A bfloat16 head rounds its logits to

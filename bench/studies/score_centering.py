@@ -1,6 +1,6 @@
 """Score centering with a sampler that is wrong on purpose, three seeds each.
 
-    OMP_NUM_THREADS=1 python bench/score_centering.py --jobs 2
+    OMP_NUM_THREADS=1 python bench/studies/score_centering.py --jobs 2
 
 `fastrl grpo` with `--objective reinforce` trains the small model on short sums. A copy of its
 weights samples: rounded to a few bits (symmetric, a scale for each row of each matrix), or those of
@@ -14,9 +14,9 @@ steps) if the mean KL from sampler to trainer would not reach 0.01 nats per toke
 8 bits had 5e-5, so there are 4. The final reward is the mean of the last 5 evaluations. KL and
 gradient norm (before clipping) are means over all steps, of the tokens that have an advantage.
 
-Writes curves, settings and machine to the JSON that `python bench/pictures.py` draws, and prints a
-table: mean and standard error over seeds. Finished runs are not repeated. All of them took
-35 minutes on two busy cores.
+Writes curves, settings and machine to the JSON that `make pictures` draws, and prints
+a table: mean and standard error over seeds. Finished runs are not repeated. All of them took 35
+minutes on two busy cores.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 import shlex
 import shutil
 import statistics
@@ -46,7 +45,7 @@ from fastrl.train.config import GrpoConfig
 from fastrl.train.grpo import train
 from fastrl.train.rollout import Completion
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results" / "score-centering-2026-11-29.json"
 KEYS = {"held_out_reward": 4, "reward": 4, "kl_sampler": 6, "grad_norm": 4}  # digits
 EVERY = 10  # steps between evaluations; of what is logged at each step, the mean over them
@@ -131,11 +130,10 @@ def main() -> None:
         for case, run in zip(cases, runs, strict=True):
             curves[case.fault].setdefault(case.method, {})[str(case.seed)] = run.result()
     study = {"date": f"{datetime.now():%Y-%m-%d}", "machine": machine(torch.device("cpu"))}
-    study["command"] = shlex.join(["python", "bench/score_centering.py", *sys.argv[1:]])
+    study["command"] = shlex.join(["python", "bench/studies/score_centering.py", *sys.argv[1:]])
     study |= {"settings": settings | {"score_centering": TOP}, "faults": FAULTS, "curves": curves}
-    text = re.sub(r"\n *(?=[\[\]\d-])", " ", json.dumps(study, indent=1))  # a list in a line
     arguments.results.parent.mkdir(parents=True, exist_ok=True)
-    arguments.results.write_text(text + "\n")
+    arguments.results.write_text(json.dumps(study))
     print(table(study))
     print(f"curves: {arguments.results}")
 

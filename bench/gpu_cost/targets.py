@@ -1,7 +1,7 @@
 """`make targets`: every GPU kernel compiled for every target, and what its machine code costs.
 
-No GPU is needed. Triton kernels are compiled ahead of time for what bench/budgets/ lists, CUDA
-kernels by nvcc where it is installed; the code is left in build/targets/ and read back by
+No GPU is needed. Triton kernels are compiled ahead of time for what budgets/ lists, CUDA kernels by
+nvcc where it is installed; the code is left in build/targets/ and read back by
 sass.py. The command fails where a kernel spills, computes in double, reads or writes less than
 16 bytes at a time where it streams, or exceeds its budget of instructions on sm_90. The budgets of
 Triton kernels hold for the Triton versions that torch 2.10 to 2.15 need; where one of these spills
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from budgets.cuda import CUDA
 from budgets.target import Target, type_of
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build" / "targets"
 TRITONS = ("3.6", "3.7", "3.8", "3.9")
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")

@@ -1,6 +1,6 @@
 """Predicted time of the linear policy loss on a GPU, for several sizes of its chunks.
 
-    python bench/linear_prediction.py [--rows 8192 --hidden 4096 --vocab 128256]
+    python bench/gpu_cost/linear_prediction.py [--rows 8192 --hidden 4096 --vocab 128256]
 
 Each GEMM and kernel takes the longer of its arithmetic and its traffic, and they follow each other:
 

@@ -1,7 +1,7 @@
 """What the project aims at, held against the results of a run.
 
     fastrl bench --out build/bench
-    python bench/goals.py build/bench/results.json
+    python bench/documents/goals.py build/bench/results.json
 
 Each goal is a ratio of two times of one interleaved case, against the fastest provider of its kind,
 whatever that one's error. Goals whose case was not measured are listed as such.
@@ -89,7 +89,7 @@ def _line(goal: Goal, case: Row) -> str:
 def main() -> None:
     """Print the table of a file."""
     if len(sys.argv) != 2:
-        raise SystemExit("usage: python bench/goals.py RESULTS.json")
+        raise SystemExit("usage: python bench/documents/goals.py RESULTS.json")
     print("\n".join(table(json.loads(Path(sys.argv[1]).read_text()))))
 
 

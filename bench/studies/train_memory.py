@@ -1,6 +1,6 @@
 """Peak memory of a training step beside what `--plan` predicts for it.
 
-    python bench/train_memory.py [NAME ...]
+    python bench/studies/train_memory.py [NAME ...]
 
 Each number is from a separate process on the CPU, in which `fastrl grpo` or `fastrl ppo` trains a
 model of random weights for two steps, on random completions. The peak of the second step is
@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 WIDTH = 256
 SIZES: dict[str, Any] = {
     "vocab_size": 32000,
