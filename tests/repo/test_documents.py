@@ -5,32 +5,21 @@ import random
 import re
 import runpy
 import sys
-import types
-from pathlib import Path
 
 import pytest
 import torch
 
 from fastrl import Objective
 from fastrl.objective.presets import PRESETS
-from tests.integrations.packages import needed, stand_ins
-from tests.integrations.verl import formulas, loss_formulas
+from tests.integrations.packages import needed
+from tests.repo.blocks import BLOCKS, ROOT, TEXTS, changes, script
 
-ROOT = Path(__file__).parents[2]
-
-
-def page(name):
-    return (ROOT / "docs" / name).read_text()
-
-
-def sections(text):
-    """Return the headings of a page and what is below each."""
-    parts = re.split(r"^## (.*)$", text, flags=re.MULTILINE)
-    return dict(zip(parts[1::2], parts[2::2], strict=True))
+EXCERPTS = [block for block in BLOCKS if block.title]
 
 
 def test_every_preset_has_a_formula_that_is_compared_a_section_and_a_row_of_names():
-    found = sections(page("objectives.md"))
+    parts = re.split(r"^## (.*)$", TEXTS["docs/objectives.md"], flags=re.MULTILINE)
+    found = dict(zip(parts[1::2], parts[2::2], strict=True))
     compared = re.findall(r'^    "(\w+)": \(', found["The same in torch"], flags=re.MULTILINE)
     assert sorted(compared) == sorted(PRESETS)
     headings = " ".join(heading for heading in found if "`" in heading)
@@ -43,40 +32,14 @@ def test_every_preset_has_a_formula_that_is_compared_a_section_and_a_row_of_name
 def test_the_page_of_objectives_has_every_paper_of_the_docstring():
     papers = set(re.findall(r"\d{4}\.\d{5}", Objective.preset.__doc__))
     assert len(papers) > 10
-    assert papers - set(re.findall(r"/abs/(\d{4}\.\d{5})\)", page("objectives.md"))) == set()
+    linked = re.findall(r"/abs/(\d{4}\.\d{5})\)", TEXTS["docs/objectives.md"])
+    assert papers - set(linked) == set()
 
 
-EXCERPT = re.compile(r'^```python title="([^"]*)"\n(.*?)^```$', flags=re.DOTALL | re.MULTILINE)
-EXCERPTS = [
-    (path.name, *found)
-    for path in sorted((ROOT / "docs").rglob("*.md"))
-    for found in EXCERPT.findall(path.read_text())
-]
-
-
-@pytest.mark.parametrize(("name", "source", "code"), EXCERPTS, ids=lambda text: text[-40:])
-def test_an_excerpt_is_in_the_file_that_it_names(name, source, code):
-    assert f"\n{code}" in (ROOT / source).read_text()
-
-
-def test_the_kernel_is_explained_by_excerpts():
-    assert sum(name == "how-a-kernel-works.md" for name, *_ in EXCERPTS) >= 9
-
-
-def test_the_picture_of_fusing_has_the_bytes_that_are_counted():
-    text = page("how-a-kernel-works.md")
-    counted = re.findall(r"assert bytes_per_logit\(\w+\) == (\d+)", text)
-    drawings = [page(f"pictures/fusing-{theme}.svg") for theme in ("light", "dark")]
-    box = re.compile(r'class="(?:forward|backward)" .*? width="(\d+)".*?\n.*?>(\d+)<')
-    for drawing in drawings:
-        assert re.findall(r">(\d+) bytes<", drawing) == [*counted, "0"]
-        rows = re.split(r'class="head"', drawing)[1:]
-        for row, total in zip(rows, counted, strict=False):
-            boxes = box.findall(row)
-            assert all(int(width) == 28 * int(size) for width, size in boxes)
-            assert sum(int(size) for _, size in boxes) == int(total)
-    colour = re.compile(r"#[0-9a-f]{6}")
-    assert len({colour.sub("", drawing) for drawing in drawings}) == 1
+def test_excerpts_are_in_the_files_that_they_name():
+    assert sum(block.page == "docs/how-a-kernel-works.md" for block in EXCERPTS) >= 9
+    for block in EXCERPTS:
+        assert f"\n{block.code}" in (ROOT / block.title).read_text(), block.page
 
 
 def texts_of(node):
@@ -88,10 +51,14 @@ def texts_of(node):
             yield "".join(x.value if isinstance(x, ast.Constant) else "..." for x in child.values)
 
 
-def messages_of(text):
-    """Return the first cells of the tables that are headed `message`."""
-    tables = re.findall(r"^\| message \|.*\n\|[- |]+\|\n((?:\|.*\n)+)", text, flags=re.MULTILINE)
-    return [row.split("|")[1].strip() for table in tables for row in table.splitlines()]
+#: The first cells of the tables that are headed `message`.
+MESSAGES = [
+    row.split("|")[1].strip()
+    for table in re.findall(
+        r"^\| message \|.*\n\|[- |]+\|\n((?:\|.*\n)+)", TEXTS["docs/errors.md"], re.MULTILINE
+    )
+    for row in table.splitlines()
+]
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +78,7 @@ def is_in_order(parts, text):
     return True
 
 
-@pytest.mark.parametrize("message", messages_of(page("errors.md")))
+@pytest.mark.parametrize("message", MESSAGES)
 def test_the_errors_of_the_page_are_those_of_the_code(message, raised):
     assert re.fullmatch(r"`[^`]+`", message)
     parts = message.strip("`").split("...")
@@ -120,24 +87,14 @@ def test_the_errors_of_the_page_are_those_of_the_code(message, raised):
 
 
 def test_the_page_of_errors_lists_what_is_met_most_often():
-    assert len(messages_of(page("errors.md"))) > 40
+    assert len(MESSAGES) > 40
 
 
 # --- scripts of docs/examples
 
 
-def code_of(name):
-    block = re.compile(r"^```python\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
-    (code,) = block.findall(page(f"examples/{name}"))
-    return code
-
-
-def script(name):
-    return compile(code_of(name), name, "exec")
-
-
 def test_grpo_takes_40_lines():
-    lines = [line.strip() for line in code_of("grpo.md").splitlines()]
+    lines = [line.strip() for line in script("docs/examples/grpo.md").splitlines()]
     assert sum(bool(line) and not line.startswith("#") for line in lines) <= 40
 
 
@@ -175,7 +132,7 @@ def numbers_after(word, text):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_grpo_script_raises_the_reward(small_models, faster, capsys):
-    exec(script("grpo.md"), {"__name__": "script"})
+    exec(script("docs/examples/grpo.md"), {"__name__": "script"})
     rewards = numbers_after("reward", capsys.readouterr().out)
     assert len(rewards) == 25
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3
@@ -210,15 +167,37 @@ def test_the_first_run_logs_the_same_with_fastrl(small_models, capsys, monkeypat
         assert after == pytest.approx(before, abs=2e-3)  # three digits are printed
 
 
+# --- drawings
+
+
+def drawing(name):
+    """The two drawings of a name, which differ in their colours only."""
+    drawings = [
+        (ROOT / f"docs/pictures/{name}-{theme}.svg").read_text() for theme in ("light", "dark")
+    ]
+    plain, dark = (re.sub(r"#[0-9a-f]{6}", "", text) for text in drawings)
+    assert plain == dark
+    return plain
+
+
+def test_the_picture_of_fusing_has_the_bytes_that_are_counted():
+    text = TEXTS["docs/how-a-kernel-works.md"]
+    counted = re.findall(r"assert bytes_per_logit\(\w+\) == (\d+)", text)
+    box = re.compile(r'class="(?:forward|backward)" .*? width="(\d+)".*?\n.*?>(\d+)<')
+    drawn = drawing("fusing")
+    assert re.findall(r">(\d+) bytes<", drawn) == [*counted, "0"]
+    rows = re.split(r'class="head"', drawn)[1:]
+    for row, total in zip(rows, counted, strict=False):
+        boxes = box.findall(row)
+        assert all(int(width) == 28 * int(size) for width, size in boxes)
+        assert sum(int(size) for _, size in boxes) == int(total)
+
+
 def test_the_picture_of_the_six_words_has_the_tensors_of_its_page():
-    text = page("six-words.md")
-    (bounds,) = set(re.findall(r"cu_seqlens=torch.tensor\(\[(.*?)\]\)", text))
-    code = re.search(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)[1]
-    exec(code, names := {})
-    colour = re.compile(r"#[0-9a-f]{6}")
-    drawings = [page(f"pictures/tensors-{theme}.svg") for theme in ("light", "dark")]
-    assert len({colour.sub("", drawing) for drawing in drawings}) == 1
-    shown = re.findall(r"<text[^>]*>([^<]*)</text>", drawings[0])
+    page = "docs/six-words.md"
+    (bounds,) = set(re.findall(r"cu_seqlens=torch.tensor\(\[(.*?)\]\)", TEXTS[page]))
+    exec(changes(page)[0][1], names := {})
+    shown = re.findall(r"<text[^>]*>([^<]*)</text>", drawing("tensors"))
     after = {name: shown[at + 1 :] for at, name in enumerate(shown)}
     assert after["cu_seqlens"][:3] == bounds.split(", ")
     words = {10: "pad", 11: "end", 12: "+", 13: "="}
@@ -228,31 +207,17 @@ def test_the_picture_of_the_six_words_has_the_tensors_of_its_page():
     assert [int(x) for x in after["mask"][:11]] == packed.tolist()  # the last of that name
     first = shown.index("mask") + 1
     assert [int(x) for x in shown[first : first + 6]] == padded.tolist()
-    advantages = [
-        float(x.split()[1].replace("\N{MINUS SIGN}", "-")) for x in shown if "advantage " in x
-    ]
-    assert advantages == pytest.approx(names["advantages"].tolist(), abs=0.01)
+    marked = [x.split()[1].replace("\N{MINUS SIGN}", "-") for x in shown if "advantage " in x]
+    assert [float(x) for x in marked] == pytest.approx(names["advantages"].tolist(), abs=0.01)
 
 
-def test_the_verl_script_compares_functions_that_were_replaced(monkeypatch, capsys):
-    """On stand-ins with verl's formulas."""
-    functions = {
-        name: function
-        for name, function in (vars(formulas) | vars(loss_formulas)).items()
-        if isinstance(function, types.FunctionType)
-    }
-    del functions["compute_policy_loss_reinforce"]  # another name of its first argument
-    homes = ("verl.utils.torch_functional", "verl.trainer.ppo.core_algos")
-    stand_ins(monkeypatch, dict.fromkeys(homes, functions))
-    exec(script("verl.md"), names := {})
-    assert names["count"] > 10
-    assert "functions of verl run on fastrl" in capsys.readouterr().out
+# --- places
 
 
 PLACE = re.compile(r"`((?:fastrl|csrc|tests|bench|docs)/[\w./*-]+(?:\.\w+|/))`")
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "docs").rglob("*.md")), ids=lambda path: path.stem)
-def test_places_in_the_source_exist(path):
-    named = {place.rstrip("/") for place in PLACE.findall(path.read_text())}
+@pytest.mark.parametrize("page", [page for page in TEXTS if page.startswith("docs/")])
+def test_places_in_the_source_exist(page):
+    named = {place.rstrip("/") for place in PLACE.findall(TEXTS[page])}
     assert {place for place in named if not list(ROOT.glob(place))} == set()

@@ -28,7 +28,7 @@ from tests.integrations.trl.test_centering import (  # noqa: E402
     first_batch,
     loss_of,
 )
-from tests.repo.test_replace_the_loss import blocks  # noqa: E402
+from tests.repo.blocks import changes  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -145,7 +145,7 @@ def test_the_sets_of_the_engine_reach_the_loss(kind, made):
 def test_the_change_on_the_page_of_trl(made):
     names = dict.fromkeys(("model", "reward", "config", "dataset"))
     names["GRPOTrainer"] = lambda **_: made(with_sets=False)  # the change has the block
-    _, (_, change) = blocks("trl")
+    _, (_, change) = changes("docs/replace-the-loss/trl.md")
     exec(change, names)
     trainer = names["trainer"]
     assert KEPT in getattr(trainer, BATCH)([trainer.train_dataset[0]] * 4)
