@@ -211,13 +211,48 @@ def test_the_picture_of_the_six_words_has_the_tensors_of_its_page():
     assert [float(x) for x in marked] == pytest.approx(names["advantages"].tolist(), abs=0.01)
 
 
-# --- places
-
+# --- places and variables
 
 PLACE = re.compile(r"`((?:fastrl|csrc|tests|bench|docs)/[\w./*-]+(?:\.\w+|/))`")
+#: In the documents for developers, also outside of code.
+ANYWHERE = re.compile(r"\b(?:fastrl|csrc|tests|bench|docs)/[\w./*]*\w[\w.*]*(?![\w.*<-])")
+FOR_DEVELOPERS = ("docs/architecture.md", "docs/extending.md", "CONTRIBUTING.md")
+#: A file in a folder of fastrl/ops.
+IN_OPS = re.compile(r"(?<![\w/])(_\w+/\w+\.py)")
 
 
-@pytest.mark.parametrize("page", [page for page in TEXTS if page.startswith("docs/")])
+@pytest.mark.parametrize("page", [page for page in TEXTS if page.startswith(("docs", "CONTRIB"))])
 def test_places_in_the_source_exist(page):
-    named = {place.rstrip("/") for place in PLACE.findall(TEXTS[page])}
-    assert {place for place in named if not list(ROOT.glob(place))} == set()
+    text = TEXTS[page]
+    named = {*PLACE.findall(text), *(ANYWHERE.findall(text) if page in FOR_DEVELOPERS else ())}
+    if page == "docs/architecture.md":
+        named |= {f"fastrl/ops/{path}" for path in IN_OPS.findall(text)}
+    assert [place for place in named if not list(ROOT.glob(place.rstrip("/")))] == []
+
+
+#: How Python, C++ and the Makefile read a variable of the environment.
+READS = re.compile(
+    r"""environ(?:\.get\(|\.setdefault\(|\[)"(\w+)"|"(\w+)"\ (?:not\ )?in\ os\.environ
+    |getenv\("(\w+)"\)|^(\w+)\ \?=|export\ (\w+)\ \?=""",
+    flags=re.MULTILINE | re.VERBOSE,
+)
+READERS = (
+    "fastrl/**/*.py",
+    "bench/**/*.py",
+    "tests/**/*.py",
+    "csrc/**/*.*",
+    "setup.py",
+    "Makefile",
+)
+
+
+def test_the_page_of_the_environment_lists_the_variables_that_are_read():
+    rows = re.findall(r"^\| (`.*?) \|", TEXTS["docs/environment.md"], flags=re.MULTILINE)
+    listed = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    sources = [path.read_text() for reader in READERS for path in ROOT.glob(reader)]
+    read = {name for text in sources for names in READS.findall(text) for name in names if name}
+    assert len(read) >= 30
+    assert read - {"PATH"} <= listed
+    words = {word for text in sources for word in re.findall(r"\w+", text)}
+    # trackers.py makes these of the tracker's name
+    assert listed - {"WANDB_PROJECT", "TRACKIO_PROJECT"} <= words
