@@ -52,99 +52,93 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # the configuration's class, 
         for name in ("Phi3", "Olmo2", "Cohere", "Granite", "Glm4", "SmolLM3", "Starcoder2")
     },
 }
-CHECKPOINTS = {"gradient_checkpointing": True}
-ON = {**CHECKPOINTS, "mlp_tile": 512}
+NF4 = {"lora_rank": 16, "gradient_checkpointing": True, "weights": "nf4"}
 HALF = {"weights": "bfloat16", "precision": "bfloat16"}
-LORA = {"lora_rank": 16}
-DOWN = {"lora_rank": 32, "lora_targets": ["o_proj", "down_proj"]}
-Q_V = {"lora_rank": 8, "lora_targets": ["q_proj", "v_proj"]}
-NF4 = {**LORA, **CHECKPOINTS, "weights": "nf4"}
-EIGHT_BIT = {"optimizer": "adamw_8bit"}
-SMALL = (2, 4, 64, 64)
-
-
-def micro(tokens: int) -> dict[str, int]:
-    return {"tokens_per_micro_batch": tokens}
+#: Words for several settings.
+NAMED: dict[str, dict[str, Any]] = {
+    "recomputed": {"gradient_checkpointing": True},
+    "on": {"gradient_checkpointing": True, "mlp_tile": 512},
+    "half": HALF,
+    "stochastic": {**HALF, "rounding": "stochastic"},
+    "8-bit": {"optimizer": "adamw_8bit"},
+    "nf4": NF4,
+    "lora": {"lora_rank": 16},
+    "down": {"lora_rank": 32, "lora_targets": ["o_proj", "down_proj"]},
+    "q-v": {"lora_rank": 8, "lora_targets": ["q_proj", "v_proj"]},
+}
+#: Name, model, loop, prompts x completions of each, tokens of a prompt + of a completion; settings,
+#: `rows` being the tokens of a micro-batch, and `shortest` those of the shortest completion.
+TABLE = """
+# of a report of users, rebuilt
+rows-of-1k           q8         grpo  2 x 8   64 + 448   on rows=1024
+rows-of-16k          q8         grpo  4 x 8   64 + 448   on rows=16384
+large-vocabulary-4k  q151       grpo  1 x 8   64 + 448   on rows=1024
+large-vocabulary-6k  q151       grpo  1 x 12  64 + 448   on rows=1024
+lora-o-down          q151       grpo  1 x 4   64 + 448   down
+lora-rows-of-2k      q151       grpo  1 x 8   64 + 448   lora recomputed rows=2048
+nf4                  q151       grpo  1 x 4   64 + 448   nf4
+nf4-bfloat16         q151       grpo  1 x 4   64 + 448   nf4 mlp_tile=512 precision=bfloat16
+8-bit                q151       grpo  1 x 4   64 + 192   8-bit recomputed
+8-bit-freeze-head    q8         grpo  1 x 4   64 + 448   on 8-bit freeze_head
+8-bit-stochastic     q8         grpo  1 x 4   64 + 448   stochastic 8-bit
+long-prompts         llama      grpo  1 x 16  1000 + 200 recomputed
+ragged               llama      grpo  1 x 8   64 + 1500  recomputed rows=2048 shortest=20
+gemma3               gemma3     grpo  2 x 8   64 + 448   on rows=2048
+kl                   q8         grpo  4 x 4   64 + 448   kl_coef=0.1 minibatches=2 rows=1024
+ppo                  q8         ppo   8 x 1   64 + 448   on
+ppo-lora-kl          q151       ppo   4 x 1   64 + 448   lora kl_coef=0.1
+ppo-bfloat16         q8         ppo   8 x 1   64 + 448   half advantage=reward
+tiles                q8         grpo  1 x 8   64 + 448   mlp_tile=512
+logits-lora          q8         grpo  1 x 8   64 + 448   lora recomputed loss=logits
+top-k                q8         grpo  1 x 4   64 + 448   top_k=30 entropy_coef=0.01
+plain                q8         grpo  1 x 8   64 + 448
+phi3                 phi3       grpo  1 x 8   64 + 96
+olmo2                olmo2      grpo  1 x 8   64 + 96
+cohere               cohere     grpo  1 x 8   64 + 96
+granite              granite    grpo  1 x 8   64 + 96
+glm4                 glm4       grpo  1 x 8   64 + 96
+smollm3              smollm3    grpo  1 x 8   64 + 96
+starcoder2           starcoder2 grpo  1 x 8   64 + 96
+# written down before the rules that predict them
+qwen2-rows           qwen2      grpo  2 x 4   100 + 300  rows=1500
+llama-ppo-lora       llama      ppo   8 x 1   128 + 256  lora_rank=8 minibatches=2 rows=1024
+mistral-stochastic   mistral    grpo  4 x 4   32 + 224   stochastic recomputed
+gemma3-8-bit         gemma3     grpo  1 x 8   256 + 256  8-bit recomputed
+q8-kl                q8         grpo  8 x 8   64 + 192   kl_coef=0.05 rows=4096
+lora-q-v             q151       grpo  2 x 8   500 + 100  q-v recomputed rows=3000
+phi3-ppo             phi3       ppo   4 x 4   50 + 350   advantage=group freeze_head
+olmo2-logits         olmo2      grpo  1 x 4   100 + 200  loss=logits
+autocast             qwen3      grpo  4 x 8   64 + 448   on precision=bfloat16
+smollm3-ppo-nf4      smollm3    ppo   4 x 2   200 + 200  nf4
+"""
 
 
 class Case(NamedTuple):
     """What a process measures."""
 
     model: str
-    loop: str  # grpo or ppo
-    shape: list[int]  # prompts, completions of each, tokens of a prompt and of a completion
+    loop: str
+    shape: list[int]
     settings: dict[str, Any]
-    shortest: int | None = None  # tokens of the shortest completion, if they differ
+    shortest: int | None = None
 
 
-#: Of a report of users, rebuilt.
-REPORTED: dict[str, tuple[Any, ...]] = {
-    "rows-of-1k": ("q8", "grpo", (2, 8, 64, 448), {**ON, **micro(1024)}),
-    "rows-of-16k": ("q8", "grpo", (4, 8, 64, 448), {**ON, **micro(16384)}),
-    "large-vocabulary-4k": ("q151", "grpo", (1, 8, 64, 448), {**ON, **micro(1024)}),
-    "large-vocabulary-6k": ("q151", "grpo", (1, 12, 64, 448), {**ON, **micro(1024)}),
-    "lora-o-down": ("q151", "grpo", (1, 4, 64, 448), DOWN),
-    "lora-rows-of-2k": ("q151", "grpo", (1, 8, 64, 448), {**LORA, **CHECKPOINTS, **micro(2048)}),
-    "nf4": ("q151", "grpo", (1, 4, 64, 448), NF4),
-    "nf4-bfloat16": (
-        "q151",
-        "grpo",
-        (1, 4, 64, 448),
-        {**NF4, "mlp_tile": 512, "precision": "bfloat16"},
-    ),
-    "8-bit": ("q151", "grpo", (1, 4, 64, 192), {**EIGHT_BIT, **CHECKPOINTS}),
-    "8-bit-freeze-head": ("q8", "grpo", (1, 4, 64, 448), {**EIGHT_BIT, **ON, "freeze_head": True}),
-    "8-bit-stochastic": (
-        "q8",
-        "grpo",
-        (1, 4, 64, 448),
-        {**EIGHT_BIT, **HALF, "rounding": "stochastic"},
-    ),
-    "long-prompts": ("llama", "grpo", (1, 16, 1000, 200), CHECKPOINTS),
-    "ragged": ("llama", "grpo", (1, 8, 64, 1500), {**CHECKPOINTS, **micro(2048)}, 20),
-    "gemma3": ("gemma3", "grpo", (2, 8, 64, 448), {**ON, **micro(2048)}),
-    "kl": ("q8", "grpo", (4, 4, 64, 448), {"kl_coef": 0.1, "minibatches": 2, **micro(1024)}),
-    "ppo": ("q8", "ppo", (8, 1, 64, 448), ON),
-    "ppo-lora-kl": ("q151", "ppo", (4, 1, 64, 448), {**LORA, "kl_coef": 0.1}),
-    "ppo-bfloat16": ("q8", "ppo", (8, 1, 64, 448), {**HALF, "advantage": "reward"}),
-    "tiles": ("q8", "grpo", (1, 8, 64, 448), {"mlp_tile": 512}),
-    "logits-lora": ("q8", "grpo", (1, 8, 64, 448), {**LORA, **CHECKPOINTS, "loss": "logits"}),
-    "top-k": ("q8", "grpo", (1, 4, 64, 448), {"top_k": 30, "entropy_coef": 0.01}),
-    "plain": ("q8", "grpo", (1, 8, 64, 448), {}),
-    **{
-        model: (model, "grpo", (1, 8, 64, 96), {})
-        for model in ("phi3", "olmo2", "cohere", "granite", "glm4", "smollm3", "starcoder2")
-    },
-}
-#: Written down before the rules that predict them.
-CHOSEN: dict[str, tuple[Any, ...]] = {
-    "qwen2-rows": ("qwen2", "grpo", (2, 4, 100, 300), micro(1500)),
-    "llama-ppo-lora": (
-        "llama",
-        "ppo",
-        (8, 1, 128, 256),
-        {"lora_rank": 8, "minibatches": 2, **micro(1024)},
-    ),
-    "mistral-stochastic": (
-        "mistral",
-        "grpo",
-        (4, 4, 32, 224),
-        {**HALF, **CHECKPOINTS, "rounding": "stochastic"},
-    ),
-    "gemma3-8-bit": ("gemma3", "grpo", (1, 8, 256, 256), {**EIGHT_BIT, **CHECKPOINTS}),
-    "q8-kl": ("q8", "grpo", (8, 8, 64, 192), {"kl_coef": 0.05, **micro(4096)}),
-    "lora-q-v": ("q151", "grpo", (2, 8, 500, 100), {**Q_V, **CHECKPOINTS, **micro(3000)}),
-    "phi3-ppo": (
-        "phi3",
-        "ppo",
-        (4, 4, 50, 350),
-        {"advantage": "group", "freeze_head": True},
-    ),
-    "olmo2-logits": ("olmo2", "grpo", (1, 4, 100, 200), {"loss": "logits"}),
-    "autocast": ("qwen3", "grpo", (4, 8, 64, 448), {**ON, "precision": "bfloat16"}),
-    "smollm3-ppo-nf4": ("smollm3", "ppo", (4, 2, 200, 200), NF4),
-}
-CONFIGURATIONS = {name: Case(*case) for name, case in {**REPORTED, **CHOSEN}.items()}
+def case_of(line: str) -> tuple[str, Case]:
+    """Return a name and its case."""
+    name, model, loop, prompts, _, group, prompt, _, completion, *words = line.split()
+    settings: dict[str, Any] = {}
+    for word in words:
+        key, _, value = word.partition("=")
+        read = float if "." in value else int if value.isdecimal() else str
+        settings |= NAMED.get(key) or {key: read(value) if value else True}
+    if "rows" in settings:
+        settings["tokens_per_micro_batch"] = settings.pop("rows")
+    shortest = settings.pop("shortest", None)
+    shape = [int(x) for x in (prompts, group, prompt, completion)]
+    return name, Case(model, loop, shape, settings, shortest)
+
+
+CONFIGURATIONS = dict(case_of(line) for line in TABLE.splitlines() if line and line[0] != "#")
 
 
 def main() -> None:
