@@ -73,12 +73,16 @@ def imported(path):
                 yield node.module
 
 
-def repository_files():
+@pytest.fixture(scope="module")
+def files():
+    """The files of the repository, by their path in it."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode:
         pytest.skip("not a git checkout")
-    return [ROOT / name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
+    return {
+        Path(name): ROOT / name for name in listed.stdout.splitlines() if (ROOT / name).is_file()
+    }
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -115,35 +119,31 @@ def test_import_needs_only_torch_and_loads_nothing_else():
     assert not set(loaded.stdout.split()) & set(EXTRAS)
 
 
-def order_in(heading):
-    """The names that a section of docs/architecture.md lists, in the direction of the data."""
+@pytest.mark.parametrize(
+    ("folder", "heading", "on_demand"),
+    [
+        (
+            "train",
+            "## The training loops",
+            ["sampling: transformers_sampler", "sampling: vllm_sampler"],
+        ),
+        ("ops", "### Inside `fastrl/ops`", []),
+    ],
+)
+def test_files_import_from_above(folder, heading, on_demand):
+    """In the list of files and subfolders in docs/architecture.md, in the direction of the data."""
     text = (ROOT / "docs" / "architecture.md").read_text()
     block = text.partition(f"\n{heading}\n")[2].split("```")[1]
     lines = [re.split(r"\s{2,}", line)[0] for line in block.splitlines()[1:] if line]
-    return [name for line in lines for name in line.split(", ")]
-
-
-def imports_back(folder, order):
-    """Imports from below in a list of a folder's files and subfolders."""
-    root = ROOT / "fastrl" / folder
-    files = [path for path in MODULES if part(path) == folder and path != root / "__init__.py"]
-    places = {path: path.relative_to(root).with_suffix("").parts[0] for path in files}
+    order = [name for line in lines for name in line.split(", ")]
+    root, back = ROOT / "fastrl" / folder, []
+    modules = [path for path in MODULES if part(path) == folder and path != root / "__init__.py"]
+    places = {path: path.relative_to(root).with_suffix("").parts[0] for path in modules}
     assert sorted(order) == sorted(set(places.values()))
-    back = []
     for path, place in places.items():
         names = [name.split(".") for name in imported(path) if name.startswith(f"fastrl.{folder}.")]
         back += [f"{place}: {n[2]}" for n in names if order.index(n[2]) > order.index(place)]
-    return back
-
-
-def test_the_training_loops_import_from_above():
-    back = imports_back("train", order_in("## The training loops"))
-    on_demand = ["sampling: transformers_sampler", "sampling: vllm_sampler"]
     assert sorted(back) == on_demand
-
-
-def test_functions_of_rows_import_from_above():
-    assert imports_back("ops", order_in("### Inside `fastrl/ops`")) == []
 
 
 def registered_ops():
@@ -187,20 +187,13 @@ def test_triton_implements_what_its_namespace_holds(key):
     assert lacking == []
 
 
-def public(kind):
-    objects = {name: getattr(fastrl, name) for name in fastrl.__all__}
-    return sorted(name for name, value in objects.items() if kind(value))
-
-
-@pytest.mark.parametrize("name", public(inspect.isfunction))
-def test_every_public_function_has_a_test_file(name):
-    stem = getattr(fastrl, name).__module__.rpartition(".")[2]
-    assert list(ROOT.glob(f"tests/*/test_{TOGETHER.get(stem, stem)}.py"))
-
-
-def test_all_is_sorted_and_complete():
+def test_public_names_are_sorted_and_their_functions_have_test_files():
     assert list(fastrl.__all__) == sorted(fastrl.__all__)
-    assert all(hasattr(fastrl, name) for name in fastrl.__all__)
+    for name in fastrl.__all__:
+        value = getattr(fastrl, name)
+        if inspect.isfunction(value):
+            stem = value.__module__.rpartition(".")[2]
+            assert list(ROOT.glob(f"tests/*/test_{TOGETHER.get(stem, stem)}.py")), name
 
 
 @pytest.mark.parametrize(
@@ -220,54 +213,53 @@ def test_an_installed_package_named_tests_is_not_found_first(program, tmp_path):
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
-def test_files_are_short():
-    sources = [path for path in repository_files() if path.suffix in SOURCES]
-    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in sources}
+def test_files_are_short_and_named_after_their_ideas(files):
+    sources = {name: path for name, path in files.items() if path.suffix in SOURCES}
+    lengths = {name: len(path.read_text().splitlines()) for name, path in sources.items()}
     assert {name: length for name, length in lengths.items() if length > MOST_LINES} == {}
+    forbidden = re.compile(r"^_?(utils?|helpers?|common|misc)$")
+    assert [name for name in files if forbidden.match(name.stem)] == []
 
 
-def test_folders_of_tests_are_small_and_share_by_imports_of_names():
+def test_folders_of_tests_are_small_and_share_by_imports_of_names(files):
     """Support code lies beside its main user."""
-    files = [path for path in repository_files() if path.is_relative_to(ROOT / "tests")]
-    folders = Counter(path.parent.relative_to(ROOT / "tests").as_posix() for path in files)
-    assert "support" not in folders
+    tests = [name for name in files if name.is_relative_to("tests")]
+    folders = Counter(name.parent.as_posix() for name in tests)
+    assert "tests/support" not in folders
     assert {name: count for name, count in folders.items() if count > MOST_FILES} == {}
     stars = re.compile(r"^from tests\S* import \*", re.MULTILINE)
-    modules = [path for path in files if path.suffix == ".py"]
-    assert [path.name for path in modules if stars.search(path.read_text())] == []
+    modules = [name for name in tests if name.suffix == ".py"]
+    assert [name for name in modules if stars.search(files[name].read_text())] == []
 
 
-def test_no_two_test_files_outside_of_packages_have_the_same_name():
+def test_no_two_test_files_outside_of_packages_have_the_same_name(files):
     """pytest imports them by their name alone, and does not run the second."""
-    files = [path for path in repository_files() if path.match("test_*.py")]
-    alone = [path.name for path in files if not (path.parent / "__init__.py").exists()]
+    tests = [name for name in files if name.match("test_*.py")]
+    alone = [name.name for name in tests if name.parent / "__init__.py" not in files]
     assert [name for name, count in Counter(alone).items() if count > 1] == []
 
 
-def test_every_file_is_named_after_its_idea():
-    forbidden = re.compile(r"^_?(utils?|helpers?|common|misc)$")
-    assert [path.name for path in repository_files() if forbidden.match(path.stem)] == []
-
-
-def lines_with(pattern, suffixes):
-    place = re.compile(pattern)
-    return [
-        f"{path.relative_to(ROOT)}: {line.strip()}"
-        for path in repository_files()
+# written so that these lines do not match themselves
+@pytest.mark.parametrize(
+    ("text", "suffixes"),
+    [
+        (
+            r"(?<![\w.}])/(?:home|Users|root|work|workspace|mnt|scratch)/\w",
+            (*SOURCES, ".md", ".toml", ".yaml", ".yml", ".cfg", ""),
+        ),
+        (
+            r"(coefficients|stats|metrics)" + r"\[\d|\br" + r"ange\(7\)|columns\(col" + "umns",
+            SOURCES,
+        ),
+    ],
+    ids=["a path of a developer's machine", "the contract, which is read by name"],
+)
+def test_no_file_contains(text, suffixes, files):
+    found = [
+        f"{name}: {line.strip()}"
+        for name, path in files.items()
         if path.suffix in suffixes
         for line in path.read_text().splitlines()
-        if place.search(line)
+        if re.search(text, line)
     ]
-
-
-def test_no_file_contains_a_path_of_a_developers_machine():
-    # written so that this line does not match itself
-    place = r"(?<![\w.}])/(?:home|Users|root|work|workspace|mnt|scratch)/\w"
-    texts = (*SOURCES, ".md", ".toml", ".yaml", ".yml", ".cfg", "")
-    assert lines_with(place, texts) == []
-
-
-def test_the_contract_is_read_by_name():
-    # written so that these lines do not match themselves
-    literal = r"(coefficients|stats|metrics)" + r"\[\d|\br" + r"ange\(7\)|columns\(col" + "umns"
-    assert lines_with(literal, SOURCES) == []
+    assert found == []
