@@ -6,12 +6,13 @@ meta-pytorch/tritonbench at db2155c: what is registered, and how a mode becomes 
 
 import enum
 import importlib
-import sys
 import types
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.integrations.packages import stand_ins
 
 OPERATORS = Path(__file__).parents[2] / "bench" / "hub" / "tritonbench"
 Mode = enum.Enum("Mode", {"FWD": "fwd", "BWD": "bwd", "FWD_BWD": "fwd_bwd"})
@@ -45,17 +46,17 @@ class BenchmarkOperator:
         return backward if self.mode is Mode.BWD else lambda: (forward(), backward())
 
 
+def given(mode):
+    return types.SimpleNamespace(mode=mode, device="cpu", rtol=None, atol=None)
+
+
 @pytest.fixture
 def load(monkeypatch):
     """A function that imports an operator; it returns the class and what was registered."""
     found = types.SimpleNamespace(benchmarks={}, metrics=[], labels=[])
 
     def register_benchmark(baseline=False, enabled=True):
-        def register(function):
-            found.benchmarks[function.__name__] = baseline
-            return function
-
-        return register
+        return lambda function: found.benchmarks.update({function.__name__: baseline}) or function
 
     def register_metric():
         return lambda function: found.metrics.append(function.__name__) or function
@@ -63,21 +64,10 @@ def load(monkeypatch):
     def register_x_val(label):
         return lambda function: found.labels.append(label) or function
 
-    here = locals() | globals()
-    exported = ("BenchmarkOperator", "register_benchmark", "register_metric", "register_x_val")
-    for name in ("tritonbench", "tritonbench.utils", "tritonbench.operators"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    sys.modules["tritonbench.operators"].__path__ = [str(OPERATORS)]
-    api = types.ModuleType("tritonbench.utils.triton_op")
-    vars(api).update({name: here[name] for name in exported})
-    monkeypatch.setitem(sys.modules, api.__name__, api)
-
-    def operator(name):
-        for module in (f"tritonbench.operators.{name}", f"tritonbench.operators.{name}.operator"):
-            monkeypatch.delitem(sys.modules, module, raising=False)
-        return importlib.import_module(f"tritonbench.operators.{name}").Operator, found
-
-    return operator
+    api = (BenchmarkOperator, register_benchmark, register_metric, register_x_val)
+    held = {"tritonbench.utils.triton_op": {one.__name__: one for one in api}}
+    stand_ins(monkeypatch, held | {"tritonbench.operators": {"__path__": [str(OPERATORS)]}})
+    return lambda name: (importlib.import_module(f"tritonbench.operators.{name}").Operator, found)
 
 
 @pytest.mark.parametrize("mode", [mode.value for mode in Mode])
@@ -85,7 +75,7 @@ def load(monkeypatch):
 def test_ours_agrees_with_the_baseline_and_a_fault_does_not(load, name, mode):
     options, metric = CASES[name]
     kind, found = load(name)
-    operator = kind(types.SimpleNamespace(mode=mode, device="cpu", rtol=None, atol=None), options)
+    operator = kind(given(mode), options)
     (baseline,) = [one for one, is_baseline in found.benchmarks.items() if is_baseline]
     assert {f"fastrl_{name}", f"inductor_{name}"} <= set(found.benchmarks)
     assert found.metrics == [metric]
@@ -110,8 +100,7 @@ def test_its_metric_counts_the_passes_of_the_mode(load, name):
     kind, _ = load(name)
     values = []
     for mode in ("fwd", "bwd", "fwd_bwd"):
-        given = types.SimpleNamespace(mode=mode, device="cpu", rtol=None, atol=None)
-        operator = kind(given, options)
+        operator = kind(given(mode), options)
         latency = types.SimpleNamespace(latency=2.0)  # ms
         values.append(getattr(operator, metric)(None, next(operator.get_input_iter()), latency))
     expected = 8 * 50 * 2 / 2e-3 / 1e9 if metric == "gbps" else 2 * 8 * 16 * 50
