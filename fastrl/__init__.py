@@ -18,7 +18,7 @@ from fastrl.ops.linear_token_stats import linear_token_logprobs, linear_token_st
 from fastrl.ops.logits_policy_loss import logits_policy_loss
 from fastrl.ops.masked import masked_mean, whiten
 from fastrl.ops.metrics import reduce_metrics
-from fastrl.ops.policy_loss import PolicyLoss, policy_loss
+from fastrl.ops.policy_loss import PolicyLoss, clipped_tokens, policy_loss
 from fastrl.ops.teacher import Teacher
 from fastrl.ops.token_stats import TokenStats, token_logprobs, token_stats
 from fastrl.ops.token_weights import token_weights
@@ -42,6 +42,7 @@ __all__ = [
     "TrustRegion",
     "ValueLoss",
     "__version__",
+    "clipped_tokens",
     "discounted_returns",
     "gae",
     "get_backend",

@@ -1,8 +1,10 @@
-"""`python -m fastrl.integrations` prints the table of the options that the drop-ins support."""
+"""`python -m fastrl.integrations docs/support.md` writes the table of TRL's options into it."""
 
 import sys
+from pathlib import Path
 
-from fastrl.integrations.support import table
+from fastrl.integrations.support import updated
 
 if __name__ == "__main__":
-    sys.stdout.write(table())
+    document = Path(sys.argv[1])
+    document.write_text(updated(document.read_text()))

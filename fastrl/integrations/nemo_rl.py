@@ -16,61 +16,7 @@ from torch import Tensor
 
 import fastrl
 from fastrl.integrations.replacing import Replaced, Replacement
-from fastrl.integrations.support import Support
 from fastrl.ops._process_groups import gathered, size_of
-
-TESTED = (
-    "Tested with two files of NeMo RL's main branch of 22 August 2026: "
-    "`distributed/model_utils.py`, on one rank and on two, and "
-    "`algorithms/loss/loss_functions.py`. A whole run needs Megatron, Ray and vLLM and was not "
-    "tested."
-)
-
-SUPPORT = [
-    Support(
-        option="`policy.megatron_cfg.use_fused_linear_logprobs=true` with GRPO, SFT or DPO",
-        handling="primitive",
-        note="replaces `from_parallel_hidden_states_to_logprobs`, from which NeMo RL computes its "
-        "loss. In 0.7 the option is `use_linear_ce_fusion_loss`, for SFT and DPO",
-    ),
-    Support(
-        option="`fused_linear_logprobs_chunk_size`",
-        handling="primitive",
-        note="accepted and ignored: fastrl chooses the chunks",
-    ),
-    Support(
-        option="`tensor_model_parallel_size > 1` with `sequence_parallel=true`",
-        handling="primitive",
-        note="each rank computes with its rows of the head; the gathered hidden states are kept "
-        "for the backward",
-    ),
-    Support(
-        option="`tensor_model_parallel_size > 1` with `sequence_parallel=false`",
-        handling="refused",
-        note="NeMo RL's function expects hidden states in parts, and its backward fails",
-    ),
-    Support(
-        option="`context_parallel_size > 1`, sequence packing, `top_k`, `top_p`",
-        handling="refused",
-        note="NeMo RL itself refuses them for its fused log-probabilities",
-    ),
-    Support(
-        option="a generation `temperature` other than 1",
-        handling="unchanged",
-        note="NeMo RL divides the fused log-probabilities by it, as if they were logits, with "
-        "fastrl and without",
-    ),
-    Support(
-        option="`ClippedPGLossFn` and other losses, KL, advantages; the DTensor workers",
-        handling="unchanged",
-        note="[conventions](conventions.md) has `ClippedPGLossFn` as an `Objective`",
-    ),
-    Support(
-        option="a function with other parameters than in NeMo RL 0.7, or already replaced",
-        handling="refused",
-        note="0.6.0 has one more parameter",
-    ),
-]
 
 
 def use_fastrl() -> Replaced:

@@ -6,12 +6,27 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from fastrl.integrations.importing import AfterImport
-from fastrl.integrations.undoing import Undoable
+
+Handle = TypeVar("Handle", bound="Undoable")
+
+
+class Undoable:
+    """A change with an `undo()`; as a context manager it undoes itself at the end."""
+
+    def undo(self) -> None:
+        """Undo the change; a second call does nothing."""
+        raise NotImplementedError
+
+    def __enter__(self: Handle) -> Handle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
 
 
 class Replacement(NamedTuple):

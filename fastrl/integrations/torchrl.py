@@ -16,32 +16,6 @@ from torch import Tensor
 
 import fastrl
 from fastrl.integrations.replacing import Replaced, Replacement, original
-from fastrl.integrations.support import Support
-
-TESTED = "Tested with torchrl 0.14.1: the functions, and its `GAE` estimator around them."
-
-SUPPORT = [
-    Support(
-        option="`generalized_advantage_estimate`, `vec_generalized_advantage_estimate`",
-        handling="replaced",
-        note="`done`, `terminated`, any `time_dim` and `[*B, T, F]`; differentiable once",
-    ),
-    Support(
-        option="`gamma`, `lmbda`: numbers, or tensors of one element, as `GAE` holds them",
-        handling="replaced",
-        note="read on the host; on a GPU each call synchronizes once, like torchrl's vectorized "
-        "function",
-    ),
-    Support(
-        option="`gamma` or `lmbda` per step (`steps_to_next_obs` of `GAE`), or learned",
-        handling="unchanged",
-        note="refused if fastrl's function is called without `use_fastrl`",
-    ),
-    Support(
-        option="TD(0), TD(1), TD(lambda), V-trace; `GRPOLoss` and other loss modules",
-        handling="unchanged",
-    ),
-]
 
 
 def use_fastrl() -> Replaced:

@@ -8,17 +8,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl.backend import Backend, resolve
-from fastrl.checks import per_token, refuse_no_logprobs, unread_mask
+from fastrl import reference
+from fastrl.backend import Backend, resolve, torch_only
+from fastrl.checks import as_mask, per_token, refuse_no_logprobs, unread_mask
 from fastrl.contract import CenteringStats, TeacherStats
 from fastrl.objective import Objective, TokenLoss, as_objective
 from fastrl.objective.presets import Preset
 from fastrl.ops._autograd.known_gradient import with_gradients
 from fastrl.ops._loss.centering_term import add_centering
-from fastrl.ops._loss.inputs import LossInputs, loss_inputs, unsupported_reason
+from fastrl.ops._loss.inputs import (
+    LossInputs,
+    as_padded,
+    checked_constant,
+    loss_inputs,
+    unsupported_reason,
+)
 from fastrl.ops._loss.teacher_term import add_divergence, divergence_weights, without_gradient
 from fastrl.ops._loss.term_weights import Normalizer
 from fastrl.ops.metrics import LossMetrics
+from fastrl.ops.token_weights import bounds_of
 from fastrl.tracing import refuse_transforms
 
 
@@ -162,6 +170,69 @@ def policy_loss(
     refuse_no_logprobs("logprobs", padded.detach(), inputs.active)
     padded_entropy = None if entropy is None else inputs.padded("entropy", entropy, tokens)
     return loss_of_logprobs(padded, padded_entropy, inputs, tokens.shape)
+
+
+def clipped_tokens(
+    logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    old_logprobs: Tensor | None = None,
+    objective: Preset | Objective | TokenLoss = "grpo",
+    cu_seqlens: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Return the tokens of a policy loss on which a bound of the `Objective` acts.
+
+    These are the tokens that the metrics `clip_low`, `clip_high` and `clip_fraction` count (of PPO,
+    arXiv 1707.06347, those whose loss the clip changes). With `Objective.dual_clip`, and only then,
+    an upper bound acts where the advantage is negative, unless `delta` does.
+
+    Args:
+        logprobs: log-probabilities of the tokens under the policy, in nats, `[B, T]` or packed
+            `[N]`.
+        advantages: one per sequence, `[B]` (packed `[S]`, with `cu_seqlens`), or one per token,
+            `[B, T]` (packed `[N]`, which takes precedence if S = N).
+        mask: 0/1, the shape of `logprobs`; masked tokens have no effect, even if they are NaN.
+        old_logprobs: log-probabilities under the old policy, the denominator of the ratio, in the
+            shape of `mask`; None means on policy, with ratio 1.
+        objective: the name of a preset, an `Objective`, or a function, which has no bounds.
+        cu_seqlens: integers `[S + 1]`, the bounds of packed sequences, from 0 to N.
+        backend: `auto` or `reference`; the function is plain torch on every device.
+
+    Returns:
+        int8 in the shape of `logprobs`: 1 where an upper bound acts (`clip_high`, `dual_clip` or
+        `delta`), -1 where the lower one does, else 0; 0 at masked tokens.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has the wrong shape or value, or is missing.
+
+    Examples:
+        >>> import torch, fastrl
+        >>> old, advantages = torch.full((1, 3), -1.0), torch.tensor([[1.0, 1.0, -1.0]])
+        >>> new = torch.tensor([[-0.5, -1.5, -1.5]])
+        >>> fastrl.clipped_tokens(new, advantages, torch.ones(1, 3), old_logprobs=old)
+        tensor([[ 1,  0, -1]], dtype=torch.int8)
+    """
+    torch_only(backend)
+    tokens, chosen = per_token("logprobs", logprobs), as_objective(objective)
+    active, bounds = as_mask("mask", mask, tokens, "logprobs"), bounds_of(tokens, cu_seqlens)
+    if tokens.dim() == 1 and bounds is None and chosen.level != "token":
+        raise ValueError("cu_seqlens is needed for sequence-level ratios of packed tokens")
+    constant = checked_constant("advantages", advantages, tokens, bounds)
+    dtype = torch.float64 if tokens.dtype == torch.float64 else torch.float32
+    padded, old = (
+        None if x is None else as_padded(name, x, tokens, dtype).detach()
+        for name, x in (("logprobs", tokens), ("old_logprobs", old_logprobs))
+    )
+    assert padded is not None
+    if callable(chosen.surrogate):
+        return torch.zeros_like(tokens, dtype=torch.int8)
+    found = reference.clipped_tokens(
+        padded, old, constant.to(dtype), active.view_as(padded), chosen.arguments, bounds
+    )
+    return found.reshape(tokens.shape)
 
 
 def loss_of_logprobs(

@@ -9,6 +9,7 @@ from fastrl.reference.group_advantages import group_advantages as group_advantag
 from fastrl.reference.inner_graph import inner_graph as inner_graph
 from fastrl.reference.kept_tokens import kept_logits as kept_logits
 from fastrl.reference.objectives import kl_estimate as kl_estimate
+from fastrl.reference.policy_loss import clipped_tokens as clipped_tokens
 from fastrl.reference.policy_loss import policy_loss as policy_loss
 from fastrl.reference.rollout_correction import rollout_correction as rollout_correction
 from fastrl.reference.score_centering import ExpectedScore as ExpectedScore

@@ -142,6 +142,29 @@ def policy_loss(
     return loss, slope, entropy_slope, torch.stack([metrics[name] for name in Metrics._fields])
 
 
+@torch.no_grad()
+def clipped_tokens(
+    logprobs: Tensor,
+    old: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+    objective: ObjectiveArguments,
+    cu_seqlens: Tensor | None,
+) -> Tensor:
+    """Return -1 where a lower bound of the surrogate is active, 1 where an upper one is, else 0."""
+    sequences = sequences_of(mask, cu_seqlens)
+    logprobs, old, advantages = (
+        torch.where(mask, x, 0.0)
+        for x in (
+            logprobs,
+            logprobs if old is None else old,
+            sequences.per_token(advantages, mask),
+        )
+    )
+    inputs = _Inputs(old, None, advantages, mask, sequences)
+    return torch.where(mask, _terms(logprobs, inputs, objective, None).clip, 0)
+
+
 def _must_leave_inference_mode() -> bool:
     inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
     return inference and not _transforms_in_inference_mode()

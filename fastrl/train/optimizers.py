@@ -93,7 +93,7 @@ def _adamw(config: RunConfig, options: dict[str, Any], device: str) -> MakeOptim
     """Return a function that makes the optimizer of parameters on their device."""
     if config.optimizer == "adamw_8bit" or config.rounding == "stochastic":
         try:
-            from fastrl.integrations import torchao
+            from fastrl.train import torchao_optimizers as torchao
         except ModuleNotFoundError as error:
             raise ValueError(
                 "optimizer=adamw_8bit and rounding=stochastic need torchao: pip install "

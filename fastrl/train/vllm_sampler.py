@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from fastrl import KeptTokens, TopKLogprobs, kl_divergence, token_logprobs
-from fastrl.integrations.vllm import hand_over_weights
 from fastrl.train.checkpoint import unchanged_generators
 from fastrl.train.config import RunConfig
 from fastrl.train.endings import Endings
 from fastrl.train.rollout import Completion
 from fastrl.train.sampling import TokenCount
 from fastrl.train.transformers_sampler import generation_mode
+from fastrl.train.vllm_weights import hand_over_weights
 from fastrl.train.vocabulary import row_count
 
 _CHECKED = 8, 64  # completions, and tokens of each, whose log-probabilities are compared

@@ -5,6 +5,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+import fastrl
+
 from .case import Case
 from .oracle.bounded import Bounded, constant, of_results, unbounded
 from .oracle.policy import Loss
@@ -16,6 +18,8 @@ from .trial import Trial
 
 #: The upstream gradient of a loss.
 UPSTREAM = {"ones": 1.0, "zero": 0.0, "expanded": -0.375, "random": 2.5, "large": 2.0**40}
+#: The arguments of `clipped_tokens`.
+CLIPPED = ("advantages", "mask", "old_logprobs", "objective", "cu_seqlens")
 UPSTREAM |= {"nan": float("nan"), "some-zero": 1e-3, "strided": -1.0, "first": 0.5}
 
 
@@ -34,6 +38,11 @@ def examine_policy_loss(trial: Trial) -> None:
     bounded = Bounded(logprobs[valid], 0.0, arithmetic)
     loss = inputs.expected(bounded, of_valid, arithmetic, trial.doubts)
     expect_loss(trial, result, loss.loss, loss.metrics)
+    given = {name: inputs.arguments().get(name) for name in CLIPPED}
+    clip = fastrl.clipped_tokens(leaves["logprobs"].detach(), **trial.moved(given))
+    clips = {"clip_low": loss.clip_low, "clip_high": loss.clip_high}
+    want = {name: tokens.placed(x, valid) for name, x in clips.items()}
+    trial.expect({"clip_low": clip < 0, "clip_high": clip > 0}, want)
     if trial.backward(leaves, [result.loss], [upstream(case, result.loss)]):
         slopes = {"logprobs": loss.slope}
         if inputs.fields["entropy_coef"]:

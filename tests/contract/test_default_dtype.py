@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fastrl
-from fastrl.integrations.liger_distillation import LigerFusedLinearJSDLoss
+from fastrl.integrations.liger.distillation import LigerFusedLinearJSDLoss
 from fastrl.integrations.verl.aggregation import agg_loss
 from fastrl.integrations.verl.group_baselines import compute_gpg_outcome_advantage
 from tests.ops.closeness import assert_same

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("torchao")
 
-from fastrl.integrations.torchao import EightBitAdamW, StochasticAdamW
+from fastrl.train.torchao_optimizers import EightBitAdamW, StochasticAdamW
 
 
 @pytest.mark.parametrize("kind", [EightBitAdamW, StochasticAdamW])

@@ -59,6 +59,30 @@ def test_a_token_without_advantage_is_not_clipped(backend, preset):
     assert outcome(entry, backend, inputs)["metric clip_fraction"] == 0
 
 
+@pytest.mark.parametrize(
+    ("objective", "expected"),
+    [
+        (Objective(), [[1, 0, -1, 0, 0]]),
+        (Objective(dual_clip=3.0), [[1, 0, -1, 1, 0]]),
+        (Objective(delta=3.0), [[1, 0, -1, 1, 0]]),
+        (Objective(level="sequence", clip_high=0.1), [[1, 1, 0, 0, 0]]),
+        (Objective(surrogate="cispo", clip_low=1.0, clip_high=1.0), [[0, 0, 0, 1, 0]]),
+        (lambda logprobs, old, ref, advantages: logprobs, [[0, 0, 0, 0, 0]]),
+    ],
+)
+def test_the_tokens_on_which_a_bound_acts(objective, expected):
+    ratios = torch.tensor([[1.5, 0.5, 0.5, 5.0, float("nan")]])  # exp of their mean log is 1.17
+    advantages, mask = torch.tensor([[1.0, 1.0, -1.0, -1.0, 1.0]]), torch.tensor([[1, 1, 1, 1, 0]])
+    given = {"old_logprobs": torch.full_like(ratios, -2.0), "objective": objective}
+    found = fastrl.clipped_tokens(ratios.log() - 2, advantages, mask, **given)
+    assert found.dtype == torch.int8
+    assert found.tolist() == expected
+    with pytest.raises(ValueError, match=r"mask must be bool, integer or float 0/1, got 0.5"):
+        fastrl.clipped_tokens(ratios, advantages, mask / 2)
+    with pytest.raises(ValueError, match="cu_seqlens is needed for sequence-level ratios"):
+        fastrl.clipped_tokens(ratios[0], advantages[0], mask[0], objective="gspo")
+
+
 def test_an_objective_that_overwrites_what_its_gradient_needs_is_refused():
     def overwrites(logprobs, old, ref, advantages):
         ratio = (logprobs - old).exp()

@@ -31,7 +31,7 @@ ALLOWED = {
     "ops": (f"ops reference {CORE}", "torch"),
     "integrations": (
         "* ops integrations backend contract objective",
-        "torch transformers trl torchao vllm",
+        "torch transformers trl vllm",
     ),
     "bench": (
         "* bench train integrations backend command_start",
@@ -40,7 +40,7 @@ ALLOWED = {
     "train": (
         f"* ops integrations train {CORE}",
         "torch transformers tokenizers matplotlib numpy tqdm filelock math_verify "
-        "latex2sympy2_extended bitsandbytes datasets peft vllm safetensors tyro jinja2 "
+        "latex2sympy2_extended bitsandbytes datasets peft torchao vllm safetensors tyro jinja2 "
         "tensorboard wandb",
     ),
 }

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-import fastrl.integrations
+import fastrl.train
 from fastrl.train.config import GrpoConfig
 from fastrl.train.optimizers import MasterWeights, apply, learning_rate, make_optimizer
 
@@ -125,8 +125,8 @@ def test_what_cannot_be_optimized_is_refused(monkeypatch):
     assert (len(group["params"]), group["params"][0] is trained, group["lr"]) == (1, True, 0.5)
     with pytest.raises(ValueError, match="no parameter is left to train"):
         make_optimizer([frozen], GrpoConfig())
-    monkeypatch.setitem(sys.modules, "fastrl.integrations.torchao", None)
-    monkeypatch.delattr(fastrl.integrations, "torchao", raising=False)
+    monkeypatch.setitem(sys.modules, "fastrl.train.torchao_optimizers", None)
+    monkeypatch.delattr(fastrl.train, "torchao_optimizers", raising=False)
     for kind in ("eight_bit", "stochastic"):
         with pytest.raises(ValueError, match=r"need torchao: .*fastrl-kernels\[lowbit\]"):
             make_optimizer([trained], GrpoConfig(**KINDS[kind]))

@@ -115,7 +115,7 @@ def test_an_engine_without_the_new_weights_stops_the_run(small, monkeypatch):
 def test_a_tied_head_must_be_packed_again(small, monkeypatch):
     model, tokenizer, sampler = small
     change(model, 0.003)
-    monkeypatch.setattr("fastrl.integrations.vllm._pack_head", lambda model: None)
+    monkeypatch.setattr("fastrl.train.vllm_weights._pack_head", lambda model: None)
     if model.config.tie_word_embeddings:
         with pytest.raises(RuntimeError, match=STALE):
             sampler.sample(prompts_of(tokenizer, TEXTS), 4)

@@ -16,44 +16,9 @@ from torch import Tensor, nn
 
 import fastrl
 from fastrl import Objective
-from fastrl.integrations.kl_estimates import kl_estimate, straight_through
-from fastrl.integrations.log_ratios import within_bounds
+from fastrl.integrations.formulas import kl_estimate, straight_through, within_bounds
 from fastrl.integrations.openrlhf.correction import RolloutGate
-from fastrl.integrations.support import Support
 from fastrl.objective.presets import Preset
-
-TESTED = (
-    "Tested with the files of OpenRLHF 0.11.2 (`models/loss.py`, `models/utils.py`, the experience "
-    "maker) and its unit tests of losses and KL. A whole run needs DeepSpeed, Ray and vLLM and was "
-    "not tested."
-)
-
-SUPPORT = [
-    Support(
-        option="`PolicyLoss`: `ppo`, `gspo`, dual clip, `token_level_loss`, global counts, every "
-        "`is_correction_*`",
-        handling="replaced",
-        note="also the options of 0.11.0 (`enable_vllm_is_correction`, ...), by keyword",
-    ),
-    Support(option="`ValueLoss`", handling="replaced"),
-    Support(
-        option="`log_probs_from_logits`",
-        handling="replaced",
-        note="fp32 even from 16-bit logits; the logits are not divided in place",
-    ),
-    Support(
-        option="`compute_approx_kl`: `k1`, `k2`, `k3`, `unbiased_gradient`",
-        handling="replaced",
-    ),
-    Support(option="`get_advantages_and_returns`", handling="replaced"),
-    Support(
-        option="`compute_reward`, `get_cumulative_returns`, `aggregate_loss`", handling="unchanged"
-    ),
-    Support(
-        option="options that OpenRLHF refuses; a correction without `rollout_log_probs`",
-        handling="refused",
-    ),
-]
 
 #: Bound of the KL estimate of a token, and of the weight of `unbiased_gradient`.
 _KL_CLAMP = 10.0

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from fastrl.backend import Backend
+from fastrl.integrations.replacing import Undoable
 from fastrl.integrations.support import Support
 from fastrl.integrations.transformers import lm_head
 from fastrl.integrations.transformers.hooks import has_own_hooks
@@ -21,7 +22,6 @@ from fastrl.integrations.transformers.wrappers import causal_model, wrappers
 from fastrl.integrations.trl.fused_models import FusedModels
 from fastrl.integrations.trl.packed_backbones import models_of
 from fastrl.integrations.trl.rules import REFUSED, refuse
-from fastrl.integrations.undoing import Undoable
 from fastrl.ops.linear_token_stats import linear_token_stats
 
 logger = logging.get_logger(__name__)

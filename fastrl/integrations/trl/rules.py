@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from fastrl import Objective
+from fastrl.integrations.formulas import LOSS_TYPES, trl_objective
 from fastrl.integrations.support import Support
 from fastrl.integrations.trl.vllm_replay import lacks_sets
-from fastrl.integrations.trl_objective import LOSS_TYPES, trl_objective
 
 
 def objective_of(trainer: Any) -> Objective:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fastrl
-from fastrl.integrations.kl_estimates import kl_estimate, straight_through
+from fastrl.integrations.formulas import kl_estimate, straight_through
 from fastrl.integrations.verl.aggregation import agg_loss, aggregation
 from fastrl.integrations.verl.logits import may_overwrite, rows, statistic
 from fastrl.integrations.verl.masks import masked_mean

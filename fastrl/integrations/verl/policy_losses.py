@@ -16,7 +16,7 @@ from torch import Tensor
 
 import fastrl
 from fastrl import Objective
-from fastrl.integrations.log_ratios import within_bounds
+from fastrl.integrations.formulas import within_bounds
 from fastrl.integrations.replacing import original
 from fastrl.integrations.verl.aggregation import Aggregation
 from fastrl.integrations.verl.masks import factors, masked_mean

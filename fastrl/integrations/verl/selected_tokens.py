@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl.integrations.log_ratios import within_bounds
+from fastrl.integrations.formulas import within_bounds
 from fastrl.integrations.verl.masks import masked_mean
 from fastrl.integrations.verl.policy_term import (
     Batch,

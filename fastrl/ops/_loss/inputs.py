@@ -170,7 +170,7 @@ def loss_inputs(
         return padded.detach() if padded.requires_grad else padded
 
     def constant(name: str, value: object) -> Tensor:
-        result = _constant(name, value, tokens, bounds)
+        result = checked_constant(name, value, tokens, bounds)
         return result if _ready(result, dtype) else saveable(result.to(dtype).contiguous())
 
     aggregations = term_aggregations(
@@ -229,7 +229,7 @@ def as_padded(name: str, value: object, like: Tensor, dtype: torch.dtype) -> Ten
     return saveable(result.to(dtype).contiguous())
 
 
-def _constant(name: str, value: object, tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def checked_constant(name: str, value: object, tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Check a constant of the loss; return it per sequence `[S]` or per token `[B, T]`."""
     result = floating(name, value)
     result = result.detach() if result.requires_grad else result

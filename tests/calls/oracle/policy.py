@@ -36,6 +36,9 @@ class Loss:
     metrics: dict[str, Bounded]
     #: the factor of the sampler's expected score, which adds its own gradient
     score_factor: Bounded
+    #: on which tokens a bound acts
+    clip_low: Decision
+    clip_high: Decision
     score: Centering | None = None
 
 
@@ -149,7 +152,8 @@ def policy_loss(
         found = (score.mass, score.head_kl, _share(_zero(weight), ratio.x))
         names = ("centering_mass", "head_kl", "zero_weight_fraction")
         metrics |= {name: _mean(x) for name, x in zip(names, found, strict=True)}
-    return Loss(loss, slope, entropy_slope, metrics, score_factor, score)
+    clips = term.low, term.high
+    return Loss(loss, slope, entropy_slope, metrics, score_factor, *clips, score)
 
 
 def _weight(weight: Bounded, factors: tuple[Bounded | None, ...], drops: list[Decision]) -> Bounded:

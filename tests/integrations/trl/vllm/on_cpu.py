@@ -16,7 +16,7 @@ from vllm.outputs import SamplingMask  # noqa: E402
 from vllm.v1.sample.logits_processor import LogitsProcessor, process_dict_updates  # noqa: E402
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p  # noqa: E402
 
-from fastrl.integrations.vllm import hand_over_weights  # noqa: E402
+from fastrl.train.vllm_weights import hand_over_weights  # noqa: E402
 
 #: The sets of each request, at the places of its tokens.
 RECORDED = {}

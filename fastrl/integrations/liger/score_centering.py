@@ -10,22 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import fastrl
-from fastrl.integrations import liger_rules
-from fastrl.integrations.support import Support
+from fastrl.integrations.liger.grpo import tokens_of_rank
 
 #: The upper bound of the ratio for negative advantages with `sign="ppo"`.
 DUAL_CLIP = 3.0
-
-SUPPORT = [
-    Support(
-        option="`LigerFusedLinearScoreCenteringLoss`, `ISCorrection`",
-        handling="primitive",
-        note="without a correction one pass. Gradients and metrics are Liger's; the value lacks "
-        "`-A alpha H`, to which Liger gives no gradient",
-    ),
-    Support(option='`ISCorrection(outside="clamp", sign="ppo")`', handling="refused"),
-    Support(option="`eps` other than 1e-6", handling="refused"),
-]
 
 
 class ISCorrection(NamedTuple):
@@ -170,7 +158,7 @@ class LigerFusedLinearScoreCenteringLoss(nn.Module):
                     rollout_logprobs=sampler_token_logps if one.rollout_correction else None,
                     rollout_top_k=top if score_centering else None,
                     objective=dataclasses.replace(one, score_centering=score_centering),
-                    normalizer=liger_rules.tokens_of_rank(mask, num_items_in_batch),
+                    normalizer=tokens_of_rank(mask, num_items_in_batch),
                 )
                 for one, some in zip(self.objectives, masks, strict=True)
             ]

@@ -1,9 +1,17 @@
-"""TRL's options of a loss, most of which Liger shares, as presets of the convention `trl`."""
+"""Formulas that the drop-ins of several trainers share.
+
+They are TRL's options of a loss, most of which Liger has, too, as presets of the convention `trl`;
+KL estimates of verl and OpenRLHF, which clamp only k3, to +-10; and log-ratios for metrics.
+"""
 
 from __future__ import annotations
 
 from typing import Any, cast
 
+import torch
+from torch import Tensor
+
+import fastrl
 from fastrl import GammaWeights, Objective
 from fastrl.objective.presets import Preset
 
@@ -55,3 +63,30 @@ def trl_objective(
     if loss_type == "dr_grpo":
         fields["length_norm"] = max_completion_length
     return Objective.preset(cast("Preset", loss_type), convention="trl", **fields)
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
+    """Return k1, k2 or abs without bounds, or k3 clamped to +-10.
+
+    `kl_divergence` saturates every estimator at a log-ratio of 80, though only k3 would overflow.
+    """
+    if estimator == "k3":
+        return fastrl.kl_divergence(logprobs, ref_logprobs, estimator="k3", clamp=10.0)
+    dtype = (
+        torch.float64 if torch.float64 in (logprobs.dtype, ref_logprobs.dtype) else torch.float32
+    )
+    difference = logprobs.to(dtype) - ref_logprobs.to(dtype)
+    if estimator == "k2":
+        return 0.5 * difference.square()
+    return difference.abs() if estimator == "abs" else difference
+
+
+def straight_through(value: Tensor, slope: Tensor) -> Tensor:
+    """Return a tensor with the value of one estimate and the gradient of another."""
+    return value.detach() + slope - slope.detach()
+
+
+def within_bounds(log_ratio: Tensor, objective: Objective) -> Tensor:
+    """Return the log-ratio clamped to the `log_ratio_clamp` of the objective, without gradient."""
+    bounds = objective.arguments.coefficients
+    return log_ratio.detach().clamp(-bounds.log_ratio_low, bounds.log_ratio_high)

@@ -1,7 +1,4 @@
-"""Liger's fused losses on fastrl, with the same constructors and calls: GRPO, JSD, score centering.
-
-from fastrl.integrations.liger import LigerFusedLinearGRPOLoss, LigerFusedLinearJSDLoss
-"""
+"""Liger's `LigerFusedLinearGRPOLoss` on fastrl."""
 
 from __future__ import annotations
 
@@ -13,26 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fastrl
-from fastrl.integrations import liger_rules
-from fastrl.integrations.liger_distillation import SUPPORT as _DISTILLATION
-from fastrl.integrations.liger_distillation import (
-    LigerFusedLinearJSDFunction as LigerFusedLinearJSDFunction,
-)
-from fastrl.integrations.liger_distillation import (
-    LigerFusedLinearJSDLoss as LigerFusedLinearJSDLoss,
-)
-from fastrl.integrations.liger_score_centering import SUPPORT as _CENTERING
-from fastrl.integrations.liger_score_centering import ISCorrection as ISCorrection
-from fastrl.integrations.liger_score_centering import (
-    LigerFusedLinearScoreCenteringLoss as LigerFusedLinearScoreCenteringLoss,
-)
-from fastrl.integrations.trl_objective import trl_objective
-
-SUPPORT = [*liger_rules.SUPPORT, *_DISTILLATION, *_CENTERING]
-TESTED = (
-    "Tested with liger-kernel 0.8.5: losses, metrics and gradients of its chunked paths on a CPU; "
-    "score centering with the nightly of 27 October 2026, its kernel interpreted on a CPU."
-)
+from fastrl.integrations.formulas import LOSS_TYPES, trl_objective
 
 
 class LigerFusedLinearGRPOLoss(nn.Module):
@@ -111,7 +89,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     ) -> None:
         super().__init__()
         del compiled, chunk_size
-        liger_rules.refuse(loss_type, importance_sampling_level, beta, max_completion_length)
+        _refuse(loss_type, importance_sampling_level, beta, max_completion_length)
         gamma_weights = None
         if loss_type == "vespo":
             gamma_weights = fastrl.GammaWeights(
@@ -215,7 +193,15 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             objective=objective,
             normalizer=self._normalizer(mask, num_items_in_batch),
         )
-        clip_ratio = self._clip_ratio(result.logprobs, advantages, mask, old_per_token_logps)
+        clip = fastrl.clipped_tokens(
+            result.logprobs,
+            advantages,
+            mask,
+            old_logprobs=old_per_token_logps,
+            objective=self.objective,
+        )
+        clipped = clip * advantages[:, None] > 0  # not by `delta`
+        clip_ratio = fastrl.masked_mean(clipped.to(result.logprobs.dtype), mask)
         if not self.beta:
             return result.loss, (clip_ratio,)
         without = torch.zeros_like(clip_ratio)  # a reference
@@ -259,20 +245,39 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     def _normalizer(self, mask: Tensor, count: float | Tensor | None) -> Tensor | None:
         if self.loss_type not in ("dapo", "cispo", "vespo"):
             return None
-        return liger_rules.tokens_of_rank(mask, count)
+        return tokens_of_rank(mask, count)
 
-    @torch.no_grad()
-    def _clip_ratio(
-        self, logprobs: Tensor, advantages: Tensor, mask: Tensor, old: Tensor | None
-    ) -> Tensor:
-        """Return the share of clipped tokens as Liger counts them."""
-        log_ratio = torch.zeros_like(logprobs) if old is None else logprobs - old
-        if self.objective.level == "sequence":
-            log_ratio = fastrl.masked_mean(log_ratio, mask, dim=-1)[:, None]
-        ratio, o, advantages = log_ratio.exp(), self.objective, advantages[:, None]
-        clipped = (advantages > 0) & (ratio > 1 + o.arguments.coefficients.clip_high)
-        if o.surrogate == "ppo_clip":
-            clipped |= (advantages < 0) & (ratio < 1 - o.clip_low)
-        elif o.surrogate in ("sapo", "reinforce"):
-            clipped = torch.zeros_like(clipped)
-        return fastrl.masked_mean(clipped.to(logprobs.dtype).expand(mask.shape), mask)
+
+def _refuse(loss_type: str, level: str, beta: float, max_completion_length: int | None) -> None:
+    """Raise for options that Liger refuses, with its message if any, and that fastrl lacks."""
+    if level == "sequence" and loss_type in ("cispo", "sapo", "vespo"):
+        raise ValueError(
+            f"Sequence-level importance sampling is not supported for loss_type={loss_type!r}: "
+            "importance_sampling_level must be 'token', got 'sequence'"
+        )
+    names = (*LOSS_TYPES, "vespo")
+    if loss_type not in names:
+        raise ValueError(f"loss_type must be one of {', '.join(names)}; got {loss_type!r}")
+    if level not in ("token", "sequence"):
+        raise ValueError(f"importance_sampling_level must be token or sequence, got {level!r}")
+    if loss_type == "luspo" and (level == "token" or beta):
+        raise NotImplementedError(
+            "loss_type luspo needs importance_sampling_level sequence and beta 0: otherwise "
+            f"Liger averages over padding; got {level} and {beta}"
+        )
+    if loss_type == "dr_grpo" and max_completion_length is None:
+        raise ValueError("max_completion_length is needed with loss_type dr_grpo, got None")
+
+
+def tokens_of_rank(mask: Tensor, count: float | Tensor | None) -> Tensor:
+    """Return the tokens of the batch divided by the number of ranks; `count` is of all ranks."""
+    ranks, several = 1, torch.distributed.is_available() and torch.distributed.is_initialized()
+    if several:
+        ranks = torch.distributed.get_world_size()
+    if count is None:
+        tokens = mask.sum(dtype=torch.float32)
+        if several:
+            torch.distributed.all_reduce(tokens)
+    else:
+        tokens = torch.as_tensor(count, dtype=torch.float32, device=mask.device)
+    return (tokens / ranks).clamp(min=1.0)

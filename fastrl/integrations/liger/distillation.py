@@ -6,41 +6,6 @@ import torch
 from torch import Tensor, nn
 
 import fastrl
-from fastrl.integrations.support import Support
-
-SUPPORT = [
-    Support(
-        option="`LigerFusedLinearJSDLoss`, `LigerFusedLinearJSDFunction.apply`",
-        handling="fused",
-        note="any `beta` (defined in `fastrl.Teacher`), `weight_hard_loss`, `weight_soft_loss` of "
-        "at least 0, `ignore_index`, biases. The two losses of `return_soft_hard_loss` have no "
-        "gradient; in Liger their gradient is 0",
-    ),
-    Support(
-        option="a hard loss with a `temperature` other than 1, or with a teacher of more tokens",
-        handling="fused",
-        note="one pass for each loss, because the two losses are of different logits, as in Liger",
-    ),
-    Support(
-        option="a teacher with more tokens than the student",
-        handling="fused",
-        note="as in Liger, the student's missing logits are 0 in the soft loss and take a part of "
-        "its probability. The student's head is copied; `teacher_weight[:V]` compares only common "
-        "tokens, without a copy",
-    ),
-    Support(
-        option="a student with more tokens than the teacher; a negative `weight_soft_loss`",
-        handling="refused",
-        note="Liger fails on the first; `Objective` allows no such weight",
-    ),
-    Support(
-        option="Liger's other losses: preferences (DPO, ORPO, ...), cosine similarity, and those "
-        "of `liger_kernel.transformers`",
-        handling="unchanged",
-        note="`fastrl.linear_divergence` and `fastrl.token_divergence` compute the divergence of "
-        "`LigerFusedLinearJSD` and `LigerJSD`",
-    ),
-]
 
 
 class LigerFusedLinearJSDFunction:
