@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fastrl
-from fastrl.integrations.replacing import Replaced, Replacement
+from fastrl.integrations.replacing import Replaced, named
 from fastrl.ops._process_groups import gathered, size_of
 
 
@@ -41,10 +41,8 @@ def use_fastrl() -> Replaced:
         >>> from fastrl.integrations.nemo_rl import use_fastrl
         >>> handle = use_fastrl()  # doctest: +SKIP
     """
-    ours = from_parallel_hidden_states_to_logprobs
-    return Replaced(
-        "nemo_rl", [Replacement("nemo_rl.distributed.model_utils", ours.__name__, ours)]
-    )
+    home = "nemo_rl.distributed.model_utils"
+    return Replaced("nemo_rl", named(home, from_parallel_hidden_states_to_logprobs))
 
 
 def from_parallel_hidden_states_to_logprobs(

@@ -13,6 +13,7 @@ import torch
 from fastrl.integrations.importing import AfterImport
 
 Handle = TypeVar("Handle", bound="Undoable")
+Result = TypeVar("Result")
 
 
 class Undoable:
@@ -47,6 +48,20 @@ class Replacement(NamedTuple):
     function: Callable[..., Any]
     optional: bool = False
     when_imported: bool = False
+
+
+def described_by(
+    source: Callable[..., Any], function: Callable[..., Result]
+) -> Callable[..., Result]:
+    """Give a function another's name and docstring, but not its parameters, as `wraps` would."""
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        setattr(function, name, getattr(source, name))
+    return function
+
+
+def named(module: str, *functions: Callable[..., Any], **options: bool) -> tuple[Replacement, ...]:
+    """Return replacements by functions with the names of those of the package."""
+    return tuple(Replacement(module, one.__name__, one, **options) for one in functions)
 
 
 #: Our functions that are currently in use, and the package's functions that they replace.

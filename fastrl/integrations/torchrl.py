@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import fastrl
-from fastrl.integrations.replacing import Replaced, Replacement, original
+from fastrl.integrations.replacing import Replaced, named, original
 
 
 def use_fastrl() -> Replaced:
@@ -39,15 +39,8 @@ def use_fastrl() -> Replaced:
         >>> handle = use_fastrl()  # doctest: +SKIP
     """
     home = "torchrl.objectives.value.functional"
-    return Replaced(
-        "torchrl",
-        [
-            Replacement(home, "generalized_advantage_estimate", generalized_advantage_estimate),
-            Replacement(
-                home, "vec_generalized_advantage_estimate", vec_generalized_advantage_estimate
-            ),
-        ],
-    )
+    ours = (generalized_advantage_estimate, vec_generalized_advantage_estimate)
+    return Replaced("torchrl", named(home, *ours))
 
 
 def generalized_advantage_estimate(

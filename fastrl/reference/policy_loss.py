@@ -153,14 +153,7 @@ def clipped_tokens(
 ) -> Tensor:
     """Return -1 where a lower bound of the surrogate is active, 1 where an upper one is, else 0."""
     sequences = sequences_of(mask, cu_seqlens)
-    logprobs, old, advantages = (
-        torch.where(mask, x, 0.0)
-        for x in (
-            logprobs,
-            logprobs if old is None else old,
-            sequences.per_token(advantages, mask),
-        )
-    )
+    old, advantages = logprobs if old is None else old, sequences.per_token(advantages, mask)
     inputs = _Inputs(old, None, advantages, mask, sequences)
     return torch.where(mask, _terms(logprobs, inputs, objective, None).clip, 0)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 
-from fastrl.integrations.replacing import Replaced, Replacement
+from fastrl.integrations.replacing import Replaced, Replacement, named
 from fastrl.integrations.verl import (
     advantages,
     distillation,
@@ -37,8 +37,6 @@ from fastrl.integrations.verl.group_normalized import (
 )
 
 __all__ = [
-    "SUPPORT",
-    "TESTED",
     "agg_loss",
     "compute_gae_advantage_return",
     "compute_grpo_outcome_advantage",
@@ -102,8 +100,6 @@ def use_fastrl() -> Replaced:
 
 
 _PLUGIN = "fastrl.integrations.verl.plugin"
-
-
 _TOKENS = "verl.utils.torch_functional"
 _CORE = "verl.trainer.ppo.core_algos"
 #: Estimators that not every verl 0.9 has.
@@ -119,39 +115,40 @@ _ESTIMATORS = (
     group_baselines.compute_opo_outcome_advantage,
     group_baselines.compute_gpg_outcome_advantage,
 )
+_LOSSES = (
+    policy_losses.vanilla,
+    policy_losses.gspo,
+    policy_losses.sapo,
+    policy_losses.cispo,
+    policy_losses.geo_mean,
+    policy_losses.gpg,
+    policy_losses.dro,
+    policy_losses.reinforce,
+    selected_tokens.dppo_tv,
+    selected_tokens.dppo_kl,
+    selected_tokens.clip_cov,
+    selected_tokens.kl_cov,
+)
 _REPLACEMENTS = [
-    Replacement(_TOKENS, "logprobs_from_logits", logprobs_from_logits),
-    Replacement(_TOKENS, "entropy_from_logits", entropy_from_logits),
-    Replacement(
+    *named(_TOKENS, logprobs_from_logits, entropy_from_logits),
+    *named(
         _TOKENS,
-        "entropy_from_logits_with_chunking",
         entropy_from_logits_with_chunking,
-        optional=True,
-    ),
-    Replacement(
-        _TOKENS,
-        "calculate_sum_pi_squared_from_logits",
         calculate_sum_pi_squared_from_logits,
         optional=True,
     ),
-    Replacement(_CORE, "compute_gae_advantage_return", compute_gae_advantage_return),
-    Replacement(_CORE, "compute_grpo_outcome_advantage", compute_grpo_outcome_advantage),
-    *(Replacement(_CORE, function.__name__, function, optional=True) for function in _ESTIMATORS),
-    Replacement(_CORE, "agg_loss", agg_loss),
-    Replacement(_CORE, "compute_value_loss", compute_value_loss),
-    Replacement(_CORE, "kl_penalty", kl_penalty),
-    Replacement(_CORE, "compute_policy_loss_vanilla", policy_losses.vanilla),
-    Replacement(_CORE, "compute_policy_loss_gspo", policy_losses.gspo),
-    Replacement(_CORE, "compute_policy_loss_sapo", policy_losses.sapo, optional=True),
-    Replacement(_CORE, "compute_policy_loss_cispo", policy_losses.cispo, optional=True),
-    Replacement(_CORE, "compute_policy_loss_geo_mean", policy_losses.geo_mean, optional=True),
-    Replacement(_CORE, "compute_policy_loss_gpg", policy_losses.gpg, optional=True),
-    Replacement(_CORE, "compute_policy_loss_dro", policy_losses.dro, optional=True),
-    Replacement(_CORE, "compute_policy_loss_reinforce", policy_losses.reinforce, optional=True),
-    Replacement(_CORE, "compute_policy_loss_dppo_tv", selected_tokens.dppo_tv, optional=True),
-    Replacement(_CORE, "compute_policy_loss_dppo_kl", selected_tokens.dppo_kl, optional=True),
-    Replacement(_CORE, "compute_policy_loss_clip_cov", selected_tokens.clip_cov, optional=True),
-    Replacement(_CORE, "compute_policy_loss_kl_cov", selected_tokens.kl_cov, optional=True),
+    *named(_CORE, compute_gae_advantage_return, compute_grpo_outcome_advantage),
+    *named(_CORE, agg_loss, compute_value_loss, kl_penalty),
+    *named(_CORE, *_ESTIMATORS, optional=True),
+    *(
+        Replacement(
+            _CORE,
+            f"compute_policy_loss_{loss.__name__}",
+            loss,
+            optional=loss not in (policy_losses.vanilla, policy_losses.gspo),
+        )
+        for loss in _LOSSES
+    ),
     *distillation.REPLACEMENTS,
     *fused_linear.REPLACEMENTS,
     *vocabulary_parallel.REPLACEMENTS,

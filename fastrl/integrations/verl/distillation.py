@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl.integrations.replacing import Replacement
+from fastrl.integrations.replacing import named
 from fastrl.integrations.verl.logits import statistic
 
 _ROWS = 256
@@ -128,12 +128,9 @@ def _of_this_rank(x: Tensor) -> Tensor:
     return part
 
 
-REPLACEMENTS = (
-    Replacement(
-        "verl.trainer.distillation.fsdp.losses",
-        "compute_forward_kl_topk",
-        compute_forward_kl_topk,
-        optional=True,
-        when_imported=True,
-    ),
+REPLACEMENTS = named(
+    "verl.trainer.distillation.fsdp.losses",
+    compute_forward_kl_topk,
+    optional=True,
+    when_imported=True,
 )

@@ -16,6 +16,7 @@ import fastrl
 from fastrl.integrations.verl.outcomes import (
     Estimate,
     alone,
+    by_group,
     centred,
     group_ids,
     group_sum,
@@ -25,28 +26,16 @@ from fastrl.integrations.verl.outcomes import (
 )
 
 
+@by_group(whitened_times_mask)
 def compute_reinforce_plus_plus_baseline_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Iterable[Any],
-    epsilon: float = 1e-6,
-    config: Any = None,
-    **kwargs: Any,
-) -> Estimate:
+    rewards: Tensor, groups: Tensor, mask: Tensor
+) -> Tensor:
     """Return REINFORCE++-baseline: r - mean of the group, whitened over tokens (2501.03262)."""
-    del epsilon, config, kwargs  # verl does not read them either
-    rewards = outcomes(token_level_rewards, response_mask)
-    return whitened_times_mask(centred(rewards, group_ids(index, response_mask)), response_mask)
+    return centred(rewards, groups)
 
 
-def compute_rloo_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Iterable[Any],
-    epsilon: float = 1e-6,
-    config: Any = None,
-    **kwargs: Any,
-) -> Estimate:
+@by_group(times_mask)
+def compute_rloo_outcome_advantage(rewards: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
     """Return RLOO's r - mean of the others in the group (arXiv 2402.14740); r in a group of one.
 
     Examples:
@@ -57,31 +46,19 @@ def compute_rloo_outcome_advantage(
         >>> compute_rloo_outcome_advantage(rewards, torch.ones(4, 1), names)[0].T
         tensor([[ 0.7500, -0.7500,  0.0000,  7.0000]])
     """
-    del epsilon, config, kwargs  # verl does not read them either
-    return _leave_one_out(token_level_rewards, response_mask, index, "raw")
+    return _leave_one_out(rewards, groups, "raw")
 
 
+@by_group(times_mask)
 def compute_rloo_vectorized_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Iterable[Any],
-    epsilon: float = 1e-6,
-    config: Any = None,
-    **kwargs: Any,
-) -> Estimate:
+    rewards: Tensor, groups: Tensor, mask: Tensor
+) -> Tensor:
     """Return `compute_rloo_outcome_advantage`, except that a group of one has 0, as in verl."""
-    del epsilon, config, kwargs  # verl does not read them either
-    return _leave_one_out(token_level_rewards, response_mask, index, "zero")
+    return _leave_one_out(rewards, groups, "zero")
 
 
-def compute_opo_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Iterable[Any],
-    epsilon: float = 1e-6,
-    config: Any = None,
-    **kwargs: Any,
-) -> Estimate:
+@by_group(times_mask)
+def compute_opo_outcome_advantage(rewards: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
     """Return OPO's r - sum(length r) / sum(length) over the group (arXiv 2505.23585).
 
     A length is the sum of a response's mask; a group of one has r.
@@ -94,15 +71,10 @@ def compute_opo_outcome_advantage(
         tensor([[-1., -1.],
                 [ 2.,  0.]])
     """
-    del epsilon, config, kwargs  # verl does not read them either
-    rewards = outcomes(token_level_rewards, response_mask)
-    groups = group_ids(index, response_mask)
     # from centered rewards, so that equal rewards give exactly 0
-    deviations = centred(rewards, groups).double()
-    lengths = response_mask.double().sum(-1)
+    deviations, lengths = centred(rewards, groups).double(), mask.double().sum(-1)
     shift = group_sum(lengths * deviations, groups) / group_sum(lengths, groups)
-    advantages = torch.where(alone(groups), rewards, (deviations - shift).to(rewards.dtype))
-    return times_mask(advantages, response_mask)
+    return torch.where(alone(groups), rewards, (deviations - shift).to(rewards.dtype))
 
 
 def compute_gpg_outcome_advantage(
@@ -127,17 +99,11 @@ def compute_gpg_outcome_advantage(
     return times_mask(scale * deviations / f_norm, response_mask)
 
 
-def _leave_one_out(
-    token_level_rewards: Tensor,
-    mask: Tensor,
-    index: Iterable[Any],
-    singleton: Literal["raw", "zero"],
-) -> Estimate:
-    advantages = fastrl.group_advantages(
-        outcomes(token_level_rewards, mask),
-        group_ids=group_ids(index, mask),
+def _leave_one_out(rewards: Tensor, groups: Tensor, singleton: Literal["raw", "zero"]) -> Tensor:
+    return fastrl.group_advantages(
+        rewards,
+        group_ids=groups,
         baseline="leave_one_out",
         scale="none",
         singleton=singleton,
     ).advantages
-    return times_mask(advantages, mask)

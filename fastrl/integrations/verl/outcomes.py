@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import inf
 from typing import Any
 
@@ -10,10 +10,39 @@ import torch
 from torch import Tensor
 
 import fastrl
+from fastrl.integrations.replacing import described_by
 from fastrl.integrations.verl.masks import whiten
 
 #: advantages and returns
 Estimate = tuple[Tensor, Tensor]
+
+
+#: a score of each response from its reward, the groups and the mask
+Score = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def by_group(
+    finish: Callable[[Tensor, Tensor], Estimate],
+) -> Callable[[Score], Callable[..., Estimate]]:
+    """Turn a score into verl's estimator, which finishes it with the mask."""
+
+    def decorated(score: Score) -> Callable[..., Estimate]:
+        def compute(
+            token_level_rewards: Tensor,
+            response_mask: Tensor,
+            index: Iterable[Any],
+            epsilon: float = 1e-6,
+            config: Any = None,
+            **kwargs: Any,
+        ) -> Estimate:
+            del epsilon, config, kwargs  # verl does not read them either
+            rewards = outcomes(token_level_rewards, response_mask)
+            groups = group_ids(index, response_mask)
+            return finish(score(rewards, groups, response_mask), response_mask)
+
+        return described_by(score, compute)
+
+    return decorated
 
 
 def outcomes(token_level_rewards: Tensor, mask: Tensor) -> Tensor:

@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import fastrl
 from fastrl import Objective
-from fastrl.integrations.formulas import within_bounds
 from fastrl.integrations.replacing import original
 from fastrl.integrations.verl.aggregation import Aggregation
 from fastrl.integrations.verl.masks import factors, masked_mean
@@ -24,25 +22,20 @@ from fastrl.integrations.verl.policy_term import (
     Batch,
     PolicyTerm,
     Result,
+    bounds,
     check,
     clip_bounds,
     clip_metrics,
     means,
+    policy_loss,
     policy_term,
 )
 
 _SEQUENCES = "seq-mean-token-mean"
 
 
-def vanilla(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-) -> Result:
+@policy_loss()
+def vanilla(batch: Batch, mode: str, config: Any) -> Result:
     """Return the loss of PPO with dual clip, and log r clamped to +-20.
 
     f = -min(r A, clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high) A), and at most -clip_ratio_c A
@@ -58,27 +51,13 @@ def vanilla(
         >>> loss, metrics["actor/pg_clipfrac"]
         (tensor(-1.3000), 1.0)
     """
-    batch = Batch(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
-    low, high = clip_bounds(config)
     cap = float(config.get("clip_ratio_c", 3.0))
-    bounds = {"clip_low": min(low, 1.0), "clip_high": high, "dual_clip": cap}
-    loss = policy_term("ppo", response_mask, loss_agg_mode, config, **bounds)
-    log_ratio = within_bounds(log_prob - old_log_prob, loss.objective)
-    ratio = log_ratio.exp()
-    free, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
-    capped = (advantages < 0) & (torch.maximum(free, clipped) > -advantages * cap)
-    return loss.of(batch, log_ratio, clipped > free, capped)
+    loss = policy_term("ppo", batch, mode, config, **clip_bounds(config), dual_clip=cap)
+    return loss.of(batch, loss.log_ratio(batch), *loss.clipped(batch))
 
 
-def gspo(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "seq-mean-token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-) -> Result:
+@policy_loss(_SEQUENCES)
+def gspo(batch: Batch, mode: str, config: Any) -> Result:
     """Return the loss of GSPO-token: the value of the sequence's ratio, with a gradient per token.
 
     log s is the mean of log r over the sequence, at most 10; f is as in vanilla without dual clip.
@@ -87,127 +66,84 @@ def gspo(
     `seq-mean-token-mean` in 0.9.0 and 0.10.0.dev. A direct call follows `loss_agg_mode`.
     """
     if _names_its_aggregation(original(gspo)):
-        loss_agg_mode = _SEQUENCES
-    batch = Batch(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
-    low, high = clip_bounds(config)
-    bounds: dict[str, Any] = {"clip_low": min(low, 1.0), "clip_high": high}
-    log_ratio, weights = (log_prob - old_log_prob).detach(), factors(response_mask)
-    if weights is None:
-        mean = fastrl.masked_mean(log_ratio, response_mask, dim=-1)[:, None]
-    else:  # `Objective` has no weighted mean, so each token gets the mean as its own log-ratio
-        total = (weights * torch.where(response_mask.bool(), log_ratio, 0.0)).sum(-1)
+        mode = _SEQUENCES
+    options, log_ratio, weights = clip_bounds(config), batch.log_ratio(), factors(batch.mask)
+    if weights is not None:
+        # `Objective` has no weighted mean, so each token gets the mean as its own log-ratio
+        total = (weights * torch.where(batch.mask.bool(), log_ratio, 0.0)).sum(-1)
         mean = (total / weights.sum(-1).clamp(min=1))[:, None]
-        batch = batch._replace(old_log_prob=log_prob.detach() - mean)
-        bounds["level"] = "token"
-    loss = policy_term("gspo", response_mask, loss_agg_mode, config, **bounds)
-    ratio = within_bounds(mean, loss.objective).exp()
-    clipped = -advantages * ratio.clamp(1 - low, 1 + high) > -advantages * ratio
+        batch = batch._replace(old=batch.log_prob.detach() - mean)
+        options["level"] = "token"
+    loss = policy_term("gspo", batch, mode, config, **options)
+    clipped, _ = loss.clipped(batch)
     return loss.of(batch, log_ratio, clipped)
 
 
-def sapo(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "seq-mean-token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-) -> Result:
+@policy_loss(_SEQUENCES)
+def sapo(batch: Batch, mode: str, config: Any) -> Result:
     """Return the loss of SAPO: f = -4/tau sigmoid(tau (r - 1)) A, with log r clamped to +-20.
 
     The aggregation is `seq-mean-token-mean` for every `loss_agg_mode`, as in verl.
     """
-    del loss_agg_mode
-    batch = Batch(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
-    check(config)
+    del mode
     temperatures = {
         "sapo_temperature_pos": float(config.tau_pos),
         "sapo_temperature_neg": float(config.tau_neg),
     }
-    loss = policy_term("sapo", response_mask, _SEQUENCES, config, **temperatures)
-    return loss.of(batch, within_bounds(log_prob - old_log_prob, loss.objective))
+    loss = policy_term("sapo", batch, _SEQUENCES, config, **temperatures)
+    return loss.of(batch, loss.log_ratio(batch))
 
 
-def cispo(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-) -> Result:
+@policy_loss()
+def cispo(batch: Batch, mode: str, config: Any) -> Result:
     """Return the loss of CISPO, f = -sg[clip(r, 1 - low, 1 + high)] A log_prob."""
-    batch = Batch(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
-    low, high = clip_bounds(config)
-    loss = policy_term("cispo", response_mask, loss_agg_mode, config, clip_low=low, clip_high=high)
-    log_ratio = within_bounds(log_prob - old_log_prob, loss.objective)
+    low, high = bounds(config)
+    loss = policy_term("cispo", batch, mode, config, clip_low=low, clip_high=high)
+    log_ratio = loss.log_ratio(batch)
     ratio = log_ratio.exp()
+    # unlike ours, verl's metric counts tokens without advantage
     return loss.of(batch, log_ratio, ratio != ratio.clamp(1 - low, 1 + high))
 
 
-def geo_mean(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-) -> Result:
+@policy_loss()
+def geo_mean(batch: Batch, mode: str, config: Any) -> Result:
     """Return the loss of GMPO: f = -A exp(mean over the sequence of the clipped log r).
 
     The bounds are on log r. As in verl, the loss is the mean over the local responses for every
     `loss_agg_mode` and global batch; rollout weights enter as their geometric mean.
     """
-    del loss_agg_mode
-    low, high = clip_bounds(config)
-    log_ratio = (log_prob - old_log_prob).detach()
+    del mode
+    (low, high), mask, advantages = bounds(config), batch.mask, batch.advantages
+    log_ratio, old, weights = batch.log_ratio(), batch.old, batch.weights
+    assert old is not None
     above, below = log_ratio > high, log_ratio < -low
     upper, lower = (above | below) & (advantages > 0), (above | below) & (advantages < 0)
-    if rollout_is_weights is not None:
-        logs = (rollout_is_weights + 1e-10).log()
-        rollout_is_weights = masked_mean(logs, response_mask, dim=-1).exp()
-    current = torch.where(advantages == 0, old_log_prob, log_prob)  # verl's log r is 0 there
-    if factors(response_mask) is None:
+    if weights is not None:
+        weights = masked_mean((weights + 1e-10).log(), mask, dim=-1).exp()
+    current = torch.where(advantages == 0, old, batch.log_prob)  # verl's log r is 0 there
+    if factors(mask) is None:
         objective = Objective.preset("gmpo", convention="verl", clip_low=low, clip_high=high)
-        batch = Batch(old_log_prob, current, advantages, response_mask, rollout_is_weights)
-        value = PolicyTerm(objective, Aggregation(response_mask, {})).value(batch)
+        batch = batch._replace(log_prob=current, weights=weights)
+        value = PolicyTerm(objective, Aggregation(mask, {})).value(batch)
     else:  # `Objective` has no weighted mean over a sequence
-        free = (current - old_log_prob).clamp(-80.0, 80.0)  # as in `Objective`
+        free = (current - old).clamp(-80.0, 80.0)  # as in `Objective`
         held = torch.where(upper & above, high, free)
         held = torch.where(lower & below, -low, held)
-        value = -masked_mean(advantages, response_mask, dim=-1)
-        value = value * masked_mean(held, response_mask, dim=-1).exp()
-        value = (value if rollout_is_weights is None else value * rollout_is_weights).mean()
-    return value, clip_metrics(response_mask, log_ratio, upper, lower)
+        value = -masked_mean(advantages, mask, dim=-1)
+        value = value * masked_mean(held, mask, dim=-1).exp()
+        value = (value if weights is None else value * weights).mean()
+    return value, clip_metrics(mask, log_ratio, upper, lower)
 
 
-def gpg(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-) -> Result:
+@policy_loss()
+def gpg(batch: Batch, mode: str, config: Any) -> Result:
     """Return the loss of GPG, f = -A log_prob, without a ratio; no metrics, as in verl."""
-    del old_log_prob
-    batch = Batch(None, log_prob, advantages, response_mask, rollout_is_weights)
-    return policy_term("reinforce", response_mask, loss_agg_mode, config).value(batch), {}
+    batch = batch._replace(old=None)
+    return policy_term("reinforce", batch, mode, config).value(batch), {}
 
 
-def dro(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-) -> Result:
+@policy_loss()
+def dro(batch: Batch, mode: str, config: Any) -> Result:
     """Return the loss of DRO (arXiv 2405.19107): f = -A log_prob + dro_beta / 2 (log r)^2.
 
     log r is not bounded.
@@ -224,7 +160,6 @@ def dro(
         >>> dro(old, new, one, one, config=config)
         (tensor(-0.2500), {'actor/ppo_kl': -0.5})
     """
-    check(config)
     beta = config.policy_loss.dro_beta
     if beta is None or beta <= 0:
         raise ValueError(f"policy_loss.dro_beta must be above 0 for dro, got {beta}")
@@ -233,9 +168,8 @@ def dro(
         del ref
         return 0.5 * float(beta) * (logprobs - old).square() - logprobs * scores
 
-    batch = Batch(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
-    value = policy_term(surrogate, response_mask, loss_agg_mode, config).value(batch)
-    return value, means(response_mask, {"actor/ppo_kl": old_log_prob - log_prob})
+    value = policy_term(surrogate, batch, mode, config).value(batch)
+    return value, means(batch.mask, {"actor/ppo_kl": -batch.log_ratio()})
 
 
 def reinforce(
@@ -248,8 +182,9 @@ def reinforce(
     rollout_is_weights: Tensor | None = None,
 ) -> Result:
     """Return REINFORCE's loss in verl's `bypass_mode`: f = -A log_prob, times rollout weights."""
+    check(config)
     batch = Batch(None, log_prob, advantages, response_mask, rollout_is_weights)
-    value = policy_term("reinforce", response_mask, loss_agg_mode, config).value(batch)
+    value = policy_term("reinforce", batch, loss_agg_mode, config).value(batch)
     return value, means(response_mask, {"actor/ppo_kl": rollout_log_prob - log_prob})
 
 

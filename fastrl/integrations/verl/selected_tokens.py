@@ -13,27 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl.integrations.formulas import within_bounds
 from fastrl.integrations.verl.masks import masked_mean
 from fastrl.integrations.verl.policy_term import (
     Batch,
     Result,
-    check,
+    bounds,
     clip_bounds,
     means,
+    policy_loss,
     policy_term,
 )
 
 
-def dppo_tv(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-) -> Result:
+@policy_loss()
+def dppo_tv(batch: Batch, mode: str, config: Any) -> Result:
     """Return DPPO-Binary-TV's loss: f = -sg[min(r, clip_ratio_c)] A log_prob, |log r| <= 20.
 
     A token is dropped if A > 0 and p - p_old > clip_ratio_high, or if A <= 0 and
@@ -49,49 +42,32 @@ def dppo_tv(
         >>> loss, metrics["actor/pg_clipfrac"]
         (tensor(0.3065), 0.5)
     """
-    batch = Batch(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
-    low, high = clip_bounds(config)
-    current, old = _at_most_1(log_prob), _at_most_1(old_log_prob)
-    moved = current.exp() - old.exp()
-    kept = torch.where(advantages > 0, moved <= high, moved >= -low)
-    return _dppo_loss(batch, kept, loss_agg_mode, config)
+    low, high = bounds(config)
+    moved = _at_most_1(batch.log_prob).exp() - _at_most_1(batch.old).exp()
+    kept = torch.where(batch.advantages > 0, moved <= high, moved >= -low)
+    return _dppo_loss(batch, kept, mode, config)
 
 
-def dppo_kl(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-) -> Result:
+@policy_loss()
+def dppo_kl(batch: Batch, mode: str, config: Any) -> Result:
     """Return DPPO-Binary-KL's loss, which is `dppo_tv` with the KL of taking the token as distance.
 
     D = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)). A token is dropped if A > 0,
     p > p_old and D > clip_ratio_high, or if A <= 0, p < p_old and D > clip_ratio_low.
     """
-    batch = Batch(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
-    low, high = clip_bounds(config)
-    current, sampled = _at_most_1(log_prob), _at_most_1(old_log_prob)
+    low, high = bounds(config)
+    current, sampled = _at_most_1(batch.log_prob), _at_most_1(batch.old)
     p, old = current.exp(), sampled.exp()
     others = ((1.0 - old + 1e-8) / (1.0 - p + 1e-8)).log()
     distance = old * (sampled - current) + (1 - old) * others
     kept = torch.where(
-        advantages > 0, (distance <= high) | (p <= old), (distance <= low) | (p >= old)
+        batch.advantages > 0, (distance <= high) | (p <= old), (distance <= low) | (p >= old)
     )
-    return _dppo_loss(batch, kept, loss_agg_mode, config)
+    return _dppo_loss(batch, kept, mode, config)
 
 
-def clip_cov(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-) -> Result:
+@policy_loss()
+def clip_cov(batch: Batch, mode: str, config: Any) -> Result:
     """Return the loss of Clip-Cov, which is PPO's loss without some of the tokens.
 
     f = -min(r A, clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high) A). A share `clip_cov_ratio` of
@@ -99,50 +75,37 @@ def clip_cov(
     from the tokens that are not clipped and have
     clip_cov_lb < (A - mean A) (log_prob - mean log_prob) < clip_cov_ub.
     """
-    batch = Batch(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
-    low, high = clip_bounds(config)
     share, floor, ceiling = _options(
         config, clip_cov_ratio=0.0002, clip_cov_lb=1.0, clip_cov_ub=5.0
     )
-    bounds = {"clip_low": min(low, 1.0), "clip_high": high}
     unbounded = {"dual_clip": None, "log_ratio_clamp": None}
-    loss = policy_term("ppo", response_mask, loss_agg_mode, config, **bounds, **unbounded)
-    current = log_prob.detach()
-    ratio = (current - old_log_prob).exp()
-    clipped = -advantages * ratio.clamp(1 - low, 1 + high) > -advantages * ratio
-    covariance = (advantages - masked_mean(advantages, response_mask)) * (
-        current - masked_mean(current, response_mask)
+    loss = policy_term("ppo", batch, mode, config, **clip_bounds(config), **unbounded)
+    mask, current, (clipped, _) = batch.mask, batch.log_prob.detach(), loss.clipped(batch)
+    covariance = (batch.advantages - masked_mean(batch.advantages, mask)) * (
+        current - masked_mean(current, mask)
     )
-    drawn_from = (covariance > floor) & (covariance < ceiling) & response_mask.bool() & ~clipped
+    drawn_from = (covariance > floor) & (covariance < ceiling) & mask.bool() & ~clipped
     places = drawn_from.nonzero()
     kept = torch.ones_like(current)
     if len(places):
-        count = max(int(share * response_mask.sum().item()), 1)
+        count = max(int(share * mask.sum().item()), 1)
         rows, columns = places[torch.randperm(len(places))[:count]].unbind(-1)
         kept[rows, columns] = 0
-    metrics = {"actor/pg_clipfrac": 1 - kept, "actor/ppo_kl": old_log_prob - current}
-    return loss.value(batch.weighted(kept)), means(response_mask, metrics)
+    metrics = {"actor/pg_clipfrac": 1 - kept, "actor/ppo_kl": -batch.log_ratio()}
+    return loss.value(batch.weighted(kept)), means(mask, metrics)
 
 
-def kl_cov(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-) -> Result:
+@policy_loss()
+def kl_cov(batch: Batch, mode: str, config: Any) -> Result:
     """Return the loss of KL-Cov: f = -r A, plus ppo_kl_coef |log r| on some tokens.
 
     The penalized tokens are the share `kl_cov_ratio` of the active tokens, at least one, with the
     largest (A - mean A) (log_prob - mean log_prob).
     """
-    batch = Batch(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
     share, coefficient = _options(config, kl_cov_ratio=0.0002, ppo_kl_coef=1.0)
-    penalized = torch.zeros_like(response_mask, dtype=torch.bool)
-    active = response_mask.bool()
-    scores, current = advantages[active], log_prob.detach()[active]
+    penalized = torch.zeros_like(batch.mask, dtype=torch.bool)
+    active = batch.mask.bool()
+    scores, current = batch.advantages[active], batch.log_prob.detach()[active]
     if scores.numel():
         covariance = (scores - scores.mean()) * (current - current.mean())
         count = min(max(1, int(len(scores) * share)), len(scores))
@@ -155,29 +118,27 @@ def kl_cov(
         ratio = log_ratio.clamp(-80.0, 80.0).exp()  # log-ratios saturate as in `Objective`
         return coefficient * torch.where(penalized, log_ratio.abs(), 0.0) - scores * ratio
 
-    value = policy_term(surrogate, response_mask, loss_agg_mode, config).value(batch)
-    return value, means(response_mask, {"actor/ppo_kl": (log_prob - old_log_prob).abs()})
+    value = policy_term(surrogate, batch, mode, config).value(batch)
+    return value, means(batch.mask, {"actor/ppo_kl": batch.log_ratio().abs()})
 
 
-def _at_most_1(log_prob: Tensor) -> Tensor:
+def _at_most_1(log_prob: Tensor | None) -> Tensor:
     """Return a log-probability that rounding has not made positive, without gradient."""
+    assert log_prob is not None
     return log_prob.detach().clamp(max=0.0)
 
 
 def _dppo_loss(batch: Batch, kept: Tensor, mode: str, config: Any) -> Result:
     """Return DPPO's loss: CISPO without a lower bound, on the kept tokens."""
     cap = float(config.get("clip_ratio_c", 20.0))
-    mask = batch.response_mask
-    loss = policy_term("cispo", mask, mode, config, clip_low=1.0, clip_high=cap - 1)
-    assert batch.old_log_prob is not None
-    log_ratio = within_bounds(batch.log_prob - batch.old_log_prob, loss.objective)
+    loss = policy_term("cispo", batch, mode, config, clip_low=1.0, clip_high=cap - 1)
+    log_ratio = loss.log_ratio(batch)
     batch = batch.weighted(kept.to(batch.log_prob.dtype))
     return loss.of(batch, log_ratio, ~kept, (log_ratio.exp() > cap) & kept)
 
 
 def _options(config: Any, **defaults: float) -> list[float]:
     """Return options of verl's `policy_loss`, or defaults for None; a ratio must be above 0."""
-    check(config)
     found = []
     for name, default in defaults.items():
         value = getattr(config.policy_loss, name)

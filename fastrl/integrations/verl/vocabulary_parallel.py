@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import fastrl
-from fastrl.integrations.replacing import Replacement
+from fastrl.integrations.replacing import named
 from fastrl.integrations.verl.logits import may_overwrite, rows, statistic
 
 _MODULE = "verl.utils.megatron.tensor_parallel"
@@ -64,12 +64,12 @@ def _group() -> Any:
 
 
 #: verl's module imports Megatron, which only the workers of its Megatron engines need.
-REPLACEMENTS = tuple(
-    Replacement(_MODULE, function.__name__, function, optional=True, when_imported=True)
-    for function in (
-        vocab_parallel_log_probs_from_logits,
-        vocab_parallel_entropy,
-        vocab_parallel_entropy_with_chunking,
-        vocab_parallel_sum_pi_squared,
-    )
+REPLACEMENTS = named(
+    _MODULE,
+    vocab_parallel_log_probs_from_logits,
+    vocab_parallel_entropy,
+    vocab_parallel_entropy_with_chunking,
+    vocab_parallel_sum_pi_squared,
+    optional=True,
+    when_imported=True,
 )
