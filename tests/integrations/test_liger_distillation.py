@@ -164,26 +164,6 @@ def test_the_function_has_the_arguments_of_the_class():
     assert_same(outcome(applied, data), expected)
 
 
-REFUSED = {
-    r"beta must be in \[0, 1\], got 1.5": {"beta": 1.5},
-    "temperature must be above 0, got 0": {"temperature": 0},
-    "weight_soft_loss must be at least 0, got -0.5": {"weight_soft_loss": -0.5},
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_values_that_fastrl_lacks_are_refused_by_name(message):
-    with pytest.raises(ValueError, match=message):
-        KIND(**REFUSED[message])
-
-
-def test_a_teacher_with_fewer_tokens_is_refused():
-    with pytest.raises(
-        ValueError, match=r"teacher_weight must have at least the 23 rows .* got 21"
-    ):
-        outcome(KIND(), batch(more=-2))
-
-
 @pytest.mark.skipif(not INSTALLED, reason="needs liger-kernel itself")
 def test_the_parameters_are_those_of_liger():
     own = INSTALLED.LigerFusedLinearJSDLoss

@@ -229,40 +229,6 @@ def test_without_a_mask_every_token_counts():
     torch.testing.assert_close(losses(data, None), losses(data, torch.ones_like(data.mask)))
 
 
-X = torch.zeros(1, 2)
-SEQUENCES, OF_0_11_0 = {"is_correction_level": "seq"}, {"enable_vllm_is_correction": True}
-REFUSED = {
-    "policy_loss_type must be ppo or gspo, got 'x'": {"policy_loss_type": "x"},
-    "dual_clip must be above 1, got 0.5": {"dual_clip": 0.5},
-    "is_correction_level must be one of off, token, seq; got 'x'": {"is_correction_level": "x"},
-    "is_correction_mode must be one of mask, clip; got 'drop'": {"is_correction_mode": "drop"},
-    "is_correction_gating must be one of .*got 'k3'": {"is_correction_gating": "k3"},
-    "is_correction_mode clip needs .*got seq and ratio": {
-        **SEQUENCES,
-        "is_correction_mode": "clip",
-    },
-    "have no lower bound with gating tv, got 0.5": {**SEQUENCES, "is_correction_gating": "tv"},
-    "vllm_is_correction_type must be .*'x'": {**OF_0_11_0, "vllm_is_correction_type": "x"},
-    "vllm_is_truncated_threshold is needed .*got None": OF_0_11_0,
-    "rollout_log_probs is needed for the rollout corr": SEQUENCES,
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_openrlhf_refuses_is_refused_by_name(message):
-    with pytest.raises(ValueError, match=message):
-        ours.PolicyLoss(**REFUSED[message])(X, X, X, X)
-
-
-def test_arguments_of_other_versions_are_named():
-    with pytest.raises(ValueError, match="kl_estimator must be one of k1, k2, k3; got 'abs'"):
-        ours.compute_approx_kl(X, X, kl_estimator="abs")
-    with pytest.raises(TypeError, match="pass kl_estimator by keyword"):
-        ours.compute_approx_kl(X, X, "k3")
-    with pytest.raises(TypeError, match="pass enable_vllm_is_correction by keyword"):
-        ours.PolicyLoss(0.2, 0.2, None, True, "ppo", False)  # as in 0.11.0
-
-
 @pytest.mark.skipif(INSTALLED is None, reason="needs OpenRLHF's files")
 @pytest.mark.parametrize("name", [*NAMES, "get_advantages_and_returns"])
 def test_the_parameters_are_those_of_openrlhf(name):

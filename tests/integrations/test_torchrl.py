@@ -131,28 +131,6 @@ def test_per_step_or_learned_goes_to_torchrls_function(home, name, case, time_di
         getattr(ours, name)(*arguments)
 
 
-#: the message -> the arguments that are refused
-REFUSED = {
-    r"gamma must be a number or a tensor .*got shape \(5, 1\); torchrl's function": {
-        "gamma": torch.full((5, 1), 0.9)
-    },
-    "lmbda must be .*got one that requires a gradient": {
-        "lmbda": torch.tensor(0.9, requires_grad=True)
-    },
-    r"gamma must be in \[0, 1\], got 1.5": {"gamma": 1.5},
-    r"reward must have shape \(5, 1\) like state_value, got \(5, 2\)": {"reward": torch.ones(5, 2)},
-    "time_dim must be a dimension .*got 2": {"time_dim": 2},
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_unsupported_arguments_are_refused_by_name(message):
-    x = torch.zeros(5, 1)
-    given = {"gamma": 0.9, "lmbda": 0.9, "state_value": x, "next_state_value": x, "reward": x}
-    with pytest.raises((NotImplementedError, ValueError), match=message):
-        ours.generalized_advantage_estimate(**{**given, "done": x.bool(), **REFUSED[message]})
-
-
 def test_a_second_derivative_is_refused():
     (value, after, reward), done, _ = inputs((5, 1))
     reward.requires_grad_()
