@@ -6,6 +6,8 @@ import warnings
 
 import torch
 
+from tests.integrations.formulas import chosen, clipped, kl, logits_of, mean, sequence_mean
+
 #: The losses without sequence-level ratios, and Liger's message about them.
 NO_SEQUENCES = ("cispo", "sapo", "vespo")
 LOWEST = math.log(1e-8)
@@ -61,9 +63,7 @@ class Transcription:
             warnings.warn("two references were given. Using ref_per_token_logps", stacklevel=2)
 
         def logprobs(hidden, weight, bias):
-            logits = hidden.double() @ weight.double().T + (0 if bias is None else bias.double())
-            scaled = (logits / o.temperature).log_softmax(-1)
-            return scaled.gather(-1, selected_token_ids[..., None])[..., 0]
+            return chosen(logits_of(hidden, weight, bias) / o.temperature, selected_token_ids)
 
         lp = logprobs(_input, lin_weight, bias)
         ref = lp.detach()
@@ -74,12 +74,12 @@ class Transcription:
         log_ratio = lp - (lp.detach() if old_per_token_logps is None else old_per_token_logps)
         lengths = mask.sum(-1, keepdim=True)
         if o.importance_sampling_level == "sequence":
-            log_ratio = (log_ratio * mask).sum(-1, keepdim=True) / lengths.clamp(min=1)
+            log_ratio = sequence_mean(log_ratio, mask)
         r = log_ratio.exp()
-        clipped = torch.zeros_like(r, dtype=torch.bool)
+        held = torch.zeros_like(r, dtype=torch.bool)
         if o.loss_type == "cispo":
             f = -r.clamp(max=o.epsilon_high).detach() * A * lp
-            clipped = (r > o.epsilon_high) & (A > 0)
+            held = (r > o.epsilon_high) & (A > 0)
         elif o.loss_type == "sapo":
             tau = torch.where(A > 0, o.sapo_temperature_pos, o.sapo_temperature_neg)
             f = -4 / tau * torch.sigmoid(tau * (r - 1)) * A
@@ -92,20 +92,18 @@ class Transcription:
             decay = torch.where(A >= 0, o.vespo_lambda_pos, o.vespo_lambda_neg)
             f = -torch.exp(decay + k * log_w - decay * log_w.exp()) * A * lp
         else:
-            low, high = 1 - o.epsilon_low, 1 + o.epsilon_high
-            free = r if o.delta is None else r.clamp(max=o.delta)
-            f = -torch.minimum(free * A, r.clamp(low, high) * A)
-            clipped = (r < low) & (A < 0) | (r > high) & (A > 0)
+            free, bounded = clipped(r, A, o.epsilon_low, o.epsilon_high)
+            held = bounded > free
+            f = torch.maximum(free if o.delta is None else -A * r.clamp(max=o.delta), bounded)
         if vllm_is_ratio is not None and o.loss_type != "vespo":
             f = f * (vllm_is_ratio if vllm_is_ratio.dim() == 2 else vllm_is_ratio[:, None])
         metrics = []
         if o.beta:
-            kl = torch.exp(ref - lp) - (ref - lp) - 1
-            kl = kl * r if o.use_bias_correction_kl else kl
-            f = f + o.beta * kl
-            metrics = [(kl * mask).sum() / mask.sum()]
+            k = kl(lp - ref, "k3") * (r if o.use_bias_correction_kl else 1.0)
+            f = f + o.beta * k
+            metrics = [mean(k, mask)]
         f = f * mask
-        metrics.append((clipped * mask).sum() / mask.sum())
+        metrics.append(mean(held.expand(mask.shape), mask))
         B = mask.shape[0]
         items = mask.sum() if num_items_in_batch is None else num_items_in_batch
         loss = {
@@ -143,12 +141,10 @@ class Distillation:
         self.temperature, self.all = temperature, return_soft_hard_loss
 
     def __call__(self, x, head, x_teacher, head_teacher, labels, bias=None, bias_teacher=None):
-        def logits(x, weight, bias):
-            return x.double() @ weight.double().T + (0 if bias is None else bias.double())
-
         counted = labels != self.ignored
-        student, teacher = logits(x, head, bias), logits(x_teacher, head_teacher, bias_teacher)
-        of_labels = student.log_softmax(-1).gather(-1, labels.where(counted, 0)[..., None])[..., 0]
+        student = logits_of(x, head, bias)
+        teacher = logits_of(x_teacher, head_teacher, bias_teacher)
+        of_labels = chosen(student, labels.where(counted, 0))
         missing = len(head_teacher) - len(head)
         student = torch.nn.functional.pad(student / self.temperature, (0, missing))
         log_q, log_p = (

@@ -4,6 +4,8 @@ import types
 
 import torch
 
+from tests.integrations.formulas import chosen, clipped, kl, logits_of
+
 
 def from_parallel_hidden_states_to_logprobs(
     tensor_parallel_hidden_states,
@@ -17,9 +19,8 @@ def from_parallel_hidden_states_to_logprobs(
     cp_group=None,
     chunk_size=None,
 ):
-    logits = tensor_parallel_hidden_states.double() @ output_weight_layer.double().T
-    logprobs = logits.transpose(0, 1)[:, :-1].log_softmax(-1)
-    return logprobs.gather(-1, target[:, 1:, None])[..., 0]
+    logits = logits_of(tensor_parallel_hidden_states, output_weight_layer).transpose(0, 1)
+    return chosen(logits[:, :-1], target[:, 1:])
 
 
 #: the defaults of the options of `ClippedPGLossFn` that are not off
@@ -50,21 +51,20 @@ def clipped_pg_loss(logprobs, data, sequences, tokens, **options):
         log_ratio = (log_ratio * token_mask).sum(-1, keepdim=True) / lengths[:, None]
         log_ratio = log_ratio.expand(A.shape)
     ratio = log_ratio.exp()
-    bounded = ratio.clamp(1 - o.ratio_clip_min, 1 + o.ratio_clip_max)
+    free, bounded = clipped(ratio, A, o.ratio_clip_min, o.ratio_clip_max)
     if o.disable_ppo_ratio:
         f = -A * logprobs
     elif o.use_cispo:
-        f = -A * bounded.detach() * logprobs
+        f = bounded.detach() * logprobs
     else:
-        f = torch.maximum(-A * ratio, -A * bounded)
+        f = torch.maximum(free, bounded)
     if o.ratio_clip_c is not None:
         f = torch.where(A < 0, torch.minimum(f, -A * o.ratio_clip_c), f)
     if o.use_importance_sampling_correction:
         f = f * importance(old - generation, mask, lengths, o)
     loss = reduced(f)
     if o.reference_policy_kl_penalty:
-        x = data["reference_policy_logprobs"][:, 1:] - logprobs
-        k = {"k1": -x, "k2": x**2 / 2, "k3": x.exp() - 1 - x}[o.reference_policy_kl_type]
+        k = kl(logprobs - data["reference_policy_logprobs"][:, 1:], o.reference_policy_kl_type)
         start = generation if o.use_on_policy_kl_approximation else logprobs.detach()
         loss = loss + o.reference_policy_kl_penalty * reduced((logprobs - start).exp() * k)
     if o.positive_example_nll_weight:

@@ -5,17 +5,7 @@ Masked tokens are removed by `torch.where`; gradients come from autograd.
 
 import torch
 
-
-def only(mask, x):
-    return torch.where(mask.bool(), x.double(), 0.0)
-
-
-def mean(x, mask):
-    return only(mask, x).sum() / mask.sum()
-
-
-def sequence_mean(x, mask):
-    return (only(mask, x).sum(-1) / mask.sum(-1).clamp(min=1))[:, None]
+from tests.integrations.formulas import chosen, clipped, gae, kl, mean, only, sequence_mean
 
 
 def aggregate(f, mask, token_level, dp_size=1, batch_num_tokens=None, global_batch_size=None):
@@ -39,17 +29,15 @@ class PolicyLoss:
         if gspo:
             log_ratio = sequence_mean(lp - (rollout if correct else old), mask)
         r = log_ratio.exp()
-        low, high = 1 - o.get("clip_eps_low", 0.2), 1 + o.get("clip_eps_high", 0.2)
-        free, held = r * A, r.clamp(low, high) * A
-        gain = torch.minimum(free, held)
+        free, held = clipped(r, A, o.get("clip_eps_low", 0.2), o.get("clip_eps_high", 0.2))
+        f, vllm_kl, filtered = torch.maximum(free, held), None, None
         if "dual_clip" in o:
-            gain = torch.where(A < 0, torch.maximum(gain, o["dual_clip"] * A), gain)
-        f, vllm_kl, filtered = -gain, None, None
+            f = torch.where(A < 0, torch.minimum(f, -o["dual_clip"] * A), f)
         if correct and not gspo:
             weights, filtered = corrected(old, rollout, mask, **o)
             f, vllm_kl = f * weights, mean(rollout - old, mask)
         loss = aggregate(f, mask, o.get("token_level_loss", True) and not gspo, **counts)
-        return loss, mean(held < free, mask), mean(old - lp, mask).detach(), vllm_kl, filtered
+        return loss, mean(held > free, mask), mean(old - lp, mask).detach(), vllm_kl, filtered
 
 
 def corrected(
@@ -94,16 +82,14 @@ class ValueLoss:
 
 
 def log_probs_from_logits(logits, labels, temperature=1.0):
-    logprobs = (logits.double() / temperature).log_softmax(-1)
-    return logprobs.gather(-1, labels[..., None])[..., 0]
+    return chosen(logits.double() / temperature, labels)
 
 
 def compute_approx_kl(
     log_probs, log_probs_base, log_probs_old=None, kl_estimator="k1", unbiased_gradient=False
 ):
     d = log_probs.double() - log_probs_base.double()
-    k3 = torch.exp(-d.clamp(min=-10)) - 1 + d.clamp(min=-10)
-    value = {"k1": d, "k2": d**2 / 2, "k3": k3}[kl_estimator].clamp(-10, 10)
+    value = kl(d, kl_estimator, 20).clamp(-10, 10)
     if not unbiased_gradient:
         return value
     weight = 1.0
@@ -115,10 +101,5 @@ def compute_approx_kl(
 
 def get_advantages_and_returns(values, rewards, action_mask, gamma, lambd):
     V, r = only(action_mask, values), only(action_mask, rewards)
-    trace, after, found = 0.0, 0.0, []
-    for t in reversed(range(V.shape[1])):
-        trace = r[:, t] + gamma * after - V[:, t] + gamma * lambd * trace
-        after = V[:, t]
-        found.append(trace)
-    advantages = torch.stack(found[::-1], 1)
+    advantages = gae(r, V, torch.ones_like(V), gamma, lambd)
     return advantages, advantages + V

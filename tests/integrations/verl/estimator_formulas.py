@@ -4,7 +4,8 @@ import types
 
 import torch
 
-from tests.integrations.verl.formulas import members, weighed, whiten
+from tests.integrations.formulas import weighed
+from tests.integrations.verl.formulas import members, whiten
 
 
 def each(score):

@@ -6,17 +6,7 @@ autograd.
 
 import torch
 
-
-def only(mask, x):
-    return torch.where(mask.bool(), x.double(), 0.0)
-
-
-def weighed(mask, x):
-    return only(mask, x) * mask
-
-
-def mean(x, mask):
-    return weighed(mask, x).sum() / mask.sum()
+from tests.integrations.formulas import chosen, gae, kl, logits_of, mean, only, weighed
 
 
 def whiten(x, mask):
@@ -31,7 +21,7 @@ def members(index):
 
 
 def logprobs_from_logits(logits, labels, inplace_backward=True):
-    return logits.double().log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+    return chosen(logits, labels)
 
 
 def entropy_from_logits(logits):
@@ -49,19 +39,13 @@ def calculate_sum_pi_squared_from_logits(logits):
 
 def linear(hidden, weight, labels, temperature=1.0):
     """Return log-probability and entropy of each token, `[N]`: verl's fused functions."""
-    logits = hidden.reshape(-1, hidden.shape[-1]).double() @ weight.double().T / temperature
+    logits = logits_of(hidden.reshape(-1, hidden.shape[-1]), weight) / temperature
     return logprobs_from_logits(logits, labels.flatten()), entropy_from_logits(logits)
 
 
 def compute_gae_advantage_return(token_level_rewards, values, response_mask, gamma, lam):
-    rewards, V, mask = token_level_rewards.double(), values.double(), response_mask.double()
-    advantages, (after, trace) = torch.zeros_like(V), torch.zeros(2, len(V)).double()
-    for t in reversed(range(V.shape[1])):
-        step = rewards[:, t] + gamma * after - V[:, t] + gamma * lam * trace
-        trace = mask[:, t] * step + (1 - mask[:, t]) * trace
-        after = mask[:, t] * V[:, t] + (1 - mask[:, t]) * after
-        advantages[:, t] = trace
-    return only(mask, whiten(advantages, mask)), advantages + V
+    advantages = gae(token_level_rewards, values, response_mask, gamma, lam)
+    return only(response_mask, whiten(advantages, response_mask.double())), advantages + values
 
 
 def compute_grpo_outcome_advantage(
@@ -136,15 +120,10 @@ def compute_value_loss(
 
 def kl_penalty(logprob, ref_logprob, kl_penalty):
     d = logprob.double() - ref_logprob.double()
-    values = {
-        "k1": d,
-        "abs": d.abs(),
-        "k2": d**2 / 2,
-        "k3": (torch.exp((-d).clamp(-20, 20)) - 1 + d.clamp(-20, 20)).clamp(-10, 10),
-    }
     names = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
     base = kl_penalty.removesuffix("+")
-    value = values[names.get(base, base)]
+    kind = names.get(base, base)
+    value = kl(d, kind, 20).clamp(-10, 10) if kind == "k3" else kl(d, kind)
     if base == kl_penalty:
         return value
-    return value.detach() + values["k2"] - values["k2"].detach()
+    return value.detach() + kl(d, "k2") - kl(d, "k2").detach()

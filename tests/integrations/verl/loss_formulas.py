@@ -4,7 +4,8 @@ import types
 
 import torch
 
-from tests.integrations.verl.formulas import agg_loss, mean, only, weighed
+from tests.integrations.formulas import clipped, mean, only, sequence_mean, weighed
+from tests.integrations.verl.formulas import agg_loss
 
 SEQUENCES = "seq-mean-token-mean"
 
@@ -47,11 +48,6 @@ def bounds(config):
     return low, config.clip_ratio if high is None else high
 
 
-def clipped(x, ratio, config):
-    low, high = bounds(config)
-    return -x.A * ratio, -x.A * ratio.clamp(1 - low, 1 + high)
-
-
 def shares(log_ratio, above=None, below=None):
     """Return the metrics of the clipped losses."""
     found = {"pg_clipfrac": above, "ppo_kl": -log_ratio, "pg_clipfrac_lower": below}
@@ -61,7 +57,7 @@ def shares(log_ratio, above=None, below=None):
 @verls()
 def compute_policy_loss_vanilla(x, config):
     cap, log_ratio = config.get("clip_ratio_c", 3.0), x.log_ratio.clamp(-20, 20)
-    free, bounded = clipped(x, log_ratio.exp(), config)
+    free, bounded = clipped(log_ratio.exp(), x.A, *bounds(config))
     worse = torch.maximum(free, bounded)
     f = torch.where(x.A < 0, torch.minimum(worse, -x.A * cap), worse)
     return f, shares(log_ratio, bounded > free, (x.A < 0) & (worse > -x.A * cap))
@@ -69,9 +65,9 @@ def compute_policy_loss_vanilla(x, config):
 
 @verls(SEQUENCES)
 def compute_policy_loss_gspo(x, config):
-    total, lengths = weighed(x.mask, x.log_ratio).sum(-1), x.mask.sum(-1).clamp(min=1)
-    of_sequence = (total / lengths).detach()[:, None]
-    free, bounded = clipped(x, (x.new - x.new.detach() + of_sequence).clamp(max=10).exp(), config)
+    of_sequence = sequence_mean(x.log_ratio, x.mask).detach()
+    ratio = (x.new - x.new.detach() + of_sequence).clamp(max=10).exp()
+    free, bounded = clipped(ratio, x.A, *bounds(config))
     return torch.maximum(free, bounded), shares(x.log_ratio, bounded > free)
 
 
@@ -135,7 +131,7 @@ def compute_policy_loss_dppo_kl(x, config):
 @verls()
 def compute_policy_loss_clip_cov(x, config):
     own, current = config.policy_loss, x.new.detach()
-    free, bounded = clipped(x, x.log_ratio.exp(), config)
+    free, bounded = clipped(x.log_ratio.exp(), x.A, *bounds(config))
     together = (x.A - mean(x.A, x.mask)) * (current - mean(current, x.mask))
     eligible = (together > own.clip_cov_lb) & (together < own.clip_cov_ub)
     places = (eligible & x.mask.bool() & (bounded <= free)).nonzero()
