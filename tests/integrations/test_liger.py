@@ -7,27 +7,22 @@ import pytest
 import torch
 
 from fastrl.integrations import liger as ours
-from fastrl.integrations.replacing import parameters
+from tests.integrations import compared
+from tests.integrations.compared import (
+    assert_same_parameters,
+    close,
+    each,
+    equal,
+    implementations,
+)
 from tests.integrations.liger_formulas import NO_SEQUENCES, SEQUENCES, Transcription
-from tests.integrations.packages import importable
 
 HOME = "liger_kernel.chunked_loss"
 NAME = "LigerFusedLinearGRPOLoss"
 
 
-def implementations():
-    yield "transcribed", Transcription
-    module = importable(HOME)
-    if module:
-        yield "installed", getattr(module, NAME)
-
-
-IMPLEMENTATIONS = dict(implementations())
-
-
-@pytest.fixture(params=IMPLEMENTATIONS)
-def theirs(request):
-    return IMPLEMENTATIONS[request.param]
+IMPLEMENTATIONS = implementations(Transcription, HOME, NAME)
+theirs = each(IMPLEMENTATIONS)
 
 
 def batch(seed=0, B=4, T=7, H=8, V=23):
@@ -53,24 +48,18 @@ def batch(seed=0, B=4, T=7, H=8, V=23):
 
 def outcome(loss_function, data, *, bias=None, **arguments):
     """Loss, metrics and gradients."""
-    leaves = [None if x is None else x.clone().requires_grad_() for x in (*data.tensors, bias)]
-    hidden, weight, bias = leaves
-    loss, metrics = loss_function(
-        hidden, weight, data.ids, data.mask, data.advantages, bias=bias, **arguments
-    )
-    (3 * loss).backward()
-    return loss.detach(), *metrics, *(x.grad for x in leaves if x is not None)
 
+    def run(hidden, weight, bias=None):
+        batch = (data.ids, data.mask, data.advantages)
+        loss, metrics = loss_function(hidden, weight, *batch, bias=bias, **arguments)
+        return loss, *metrics
 
-def assert_same(found, expected):
-    assert len(found) == len(expected)
-    for x, y in zip(found, expected, strict=True):
-        torch.testing.assert_close(x.double(), y.double(), rtol=1e-4, atol=1e-5)
+    return compared.outcome(run, *data.tensors, *([] if bias is None else [bias]))
 
 
 def compare(theirs, options, data, **arguments):
     kinds = (ours.LigerFusedLinearGRPOLoss, theirs)
-    assert_same(*(outcome(kind(compiled=False, **options), data, **arguments) for kind in kinds))
+    close(*(outcome(kind(compiled=False, **options), data, **arguments) for kind in kinds), 1e-4)
 
 
 LOSSES = {
@@ -189,7 +178,7 @@ def test_masked_tokens_are_inert(loss_type):
         )
         for d in (data, poisoned)
     )
-    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    equal(a, b)
 
 
 @pytest.mark.parametrize("loss_type", NO_SEQUENCES)
@@ -212,14 +201,14 @@ def test_a_reference_given_twice_gives_a_warning(theirs, beta):
         with pytest.warns(UserWarning, match="Using ref_per_token_logps") as caught:
             found.append(outcome(kind(**options), data, ref_per_token_logps=data.ref, **given))
         assert len(caught) == 1
-    assert_same(*found)
+    close(*found, 1e-4)
     loss_function = ours.LigerFusedLinearGRPOLoss(**options)
     without = ours.LigerFusedLinearGRPOLoss(use_ref_model=False, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         once = outcome(loss_function, data, ref_per_token_logps=data.ref)
         outcome(without, data, ref_per_token_logps=data.ref, **given)  # as in Liger
-    assert all(torch.equal(x, y) for x, y in zip(found[0], once, strict=True))
+    equal(found[0], once)
 
 
 def test_with_as_many_sequences_as_tokens_a_ratio_is_per_sequence():
@@ -229,12 +218,10 @@ def test_with_as_many_sequences_as_tokens_a_ratio_is_per_sequence():
         outcome(ours.LigerFusedLinearGRPOLoss(**options), data, vllm_is_ratio=ratio)
         for ratio in (data.ratio[:, 0], data.ratio[:, :1].expand(4, 4))
     )
-    assert all(torch.equal(x, y) for x, y in zip(by_sequence, spread, strict=True))
+    equal(by_sequence, spread)
 
 
 @pytest.mark.skipif("installed" not in IMPLEMENTATIONS, reason="needs liger-kernel itself")
 def test_the_parameters_are_those_of_liger():
     own = IMPLEMENTATIONS["installed"]
-    for method in ("__init__", "forward"):
-        found = [getattr(kind, method) for kind in (ours.LigerFusedLinearGRPOLoss, own)]
-        assert parameters(found[0]) == parameters(found[1])
+    assert_same_parameters(ours.LigerFusedLinearGRPOLoss, own, "__init__", "forward")

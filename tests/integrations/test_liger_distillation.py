@@ -8,19 +8,23 @@ import torch
 import fastrl
 from fastrl.integrations import liger as ours
 from fastrl.integrations.replacing import parameters
+from tests.integrations import compared
+from tests.integrations.compared import (
+    assert_same_parameters,
+    close,
+    each,
+    equal,
+    implementations,
+)
 from tests.integrations.liger_formulas import Distillation
 from tests.integrations.packages import importable
 
-IMPLEMENTATIONS = {"transcribed": Distillation}
 INSTALLED = importable("liger_kernel.chunked_loss")
-if INSTALLED:
-    IMPLEMENTATIONS["installed"] = INSTALLED.LigerFusedLinearJSDLoss
+IMPLEMENTATIONS = implementations(
+    Distillation, "liger_kernel.chunked_loss", "LigerFusedLinearJSDLoss"
+)
+theirs = each(IMPLEMENTATIONS)
 KIND = ours.LigerFusedLinearJSDLoss
-
-
-@pytest.fixture(params=IMPLEMENTATIONS)
-def theirs(request):
-    return IMPLEMENTATIONS[request.param]
 
 
 def batch(seed=0, shape=(11,), H=8, H_teacher=6, V=23, more=0, ignore_index=-100):
@@ -38,24 +42,18 @@ def batch(seed=0, shape=(11,), H=8, H_teacher=6, V=23, more=0, ignore_index=-100
 
 def outcome(loss_function, data, *, biases=True):
     """Loss or losses, and gradients."""
-    own, others = data.biases if biases else (None, None)
-    leaves = [None if x is None else x.clone().requires_grad_() for x in (*data.student, own)]
-    hidden, weight, bias = leaves
-    found = loss_function(hidden, weight, *data.teacher, data.labels, bias, others)
-    found = found if isinstance(found, tuple) else (found,)
-    (3 * found[0]).backward()
-    return *(x.detach() for x in found), *(x.grad for x in leaves if x is not None)
 
+    def run(hidden, weight, own=None, others=None):
+        return loss_function(hidden, weight, *data.teacher, data.labels, own, others)
 
-def assert_same(found, expected):
-    assert len(found) == len(expected)
-    for x, y in zip(found, expected, strict=True):
-        torch.testing.assert_close(x.double(), y.double(), rtol=1e-4, atol=1e-6)
+    if not biases:
+        return compared.outcome(run, *data.student)
+    others = data.biases[1]
+    return compared.outcome(lambda *x: run(*x, others), *data.student, data.biases[0])
 
 
 def compare(theirs, options, data, **more):
-    pair = (outcome(kind(compiled=False, **options), data, **more) for kind in (KIND, theirs))
-    assert_same(*pair)
+    close(*(outcome(kind(compiled=False, **options), data, **more) for kind in (KIND, theirs)))
 
 
 WEIGHTS = {"both": (0.3, 0.9), "soft": (0.0, 1.0), "hard": (1.0, 0.0), "minus": (-0.2, 1.5)}
@@ -107,7 +105,7 @@ def test_rows_without_a_label_are_inert():
         x[poisoned.labels == -100] = float("nan")
     for options in ({"return_soft_hard_loss": True}, {"temperature": 2.0}):
         a, b = (outcome(KIND(**options), x) for x in (data, poisoned))
-        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+        equal(a, b)
 
 
 @pytest.mark.parametrize(
@@ -161,14 +159,13 @@ def test_the_function_has_the_arguments_of_the_class():
     def applied(*given):
         return ours.LigerFusedLinearJSDFunction.apply(*given, *options.values(), True)
 
-    assert_same(outcome(applied, data), expected)
+    close(outcome(applied, data), expected)
 
 
 @pytest.mark.skipif(not INSTALLED, reason="needs liger-kernel itself")
 def test_the_parameters_are_those_of_liger():
     own = INSTALLED.LigerFusedLinearJSDLoss
-    for method in ("__init__", "forward"):
-        assert parameters(getattr(KIND, method)) == parameters(getattr(own, method)), method
+    assert_same_parameters(KIND, own, "__init__", "forward")
     function = INSTALLED.jsd_loss.LigerFusedLinearJSDFunction
     found = parameters(ours.LigerFusedLinearJSDFunction.apply)
     assert found == parameters(function.forward)[1:]  # without ctx

@@ -15,6 +15,7 @@ import fastrl
 from fastrl.integrations import openrlhf as ours
 from fastrl.integrations.replacing import parameters
 from tests.integrations import openrlhf_formulas
+from tests.integrations.compared import close, each, equal, outcome
 
 NAMES = ("PolicyLoss", "ValueLoss", "log_probs_from_logits", "compute_approx_kl")
 
@@ -50,9 +51,7 @@ if INSTALLED:
     IMPLEMENTATIONS["installed"] = INSTALLED
 
 
-@pytest.fixture(params=IMPLEMENTATIONS)
-def theirs(request):
-    return IMPLEMENTATIONS[request.param]
+theirs = each(IMPLEMENTATIONS)
 
 
 def batch(B=6, T=9, spread=0.4):
@@ -71,20 +70,8 @@ def batch(B=6, T=9, spread=0.4):
     )
 
 
-def outcome(function, x):
-    """What a function returns, and the gradient of its first value; of None only its place."""
-    x = x.clone().requires_grad_()
-    found = function(x)
-    parts = found if isinstance(found, tuple) else (found,)
-    parts[0].sum().backward()
-    given = [part is not None for part in parts]
-    return given, [x.grad, *(part.detach() for part in parts if part is not None)]
-
-
 def same(ours_of, theirs_of, x):
-    a, b = outcome(ours_of, x), outcome(theirs_of, x)
-    assert a[0] == b[0]
-    torch.testing.assert_close(a[1], b[1], rtol=1e-5, atol=1e-5, check_dtype=False)
+    close(outcome(ours_of, x), outcome(theirs_of, x))
 
 
 CORRECTIONS = {
@@ -131,16 +118,16 @@ def test_the_ratio_of_an_accepted_token_is_finite(correction, dtype):
     rollout = torch.tensor([[-103.0, 97.0], [-3.0, -3.0]], dtype=dtype)
     ones = torch.ones(2, 2, dtype=dtype)
     loss = ours.PolicyLoss(**CORRECTIONS[correction], is_correction_threshold=(0.0, math.inf))
-    found = outcome(lambda x: loss(x, log_probs, ones, ones, rollout), log_probs)[1]
+    value, *_, gradient = outcome(lambda x: loss(x, log_probs, ones, ones, rollout), log_probs)
     public = fastrl.RolloutCorrection(low=0.0, high=math.inf)
     x = log_probs.clone().requires_grad_()
     objective = fastrl.Objective.preset("ppo", convention="openrlhf", rollout_correction=public)
     wanted = fastrl.policy_loss(
         x, ones, ones, old_logprobs=log_probs, rollout_logprobs=rollout, objective=objective
     ).loss
-    wanted.backward()
+    (3 * wanted).backward()
     assert math.isfinite(wanted.item())
-    torch.testing.assert_close(found[:2], [x.grad, wanted.detach()])
+    torch.testing.assert_close([value, gradient], [wanted.detach(), x.grad])
 
 
 @pytest.mark.parametrize("kind", ["tis", "icepop", "seq-mask-tis"])
@@ -203,16 +190,16 @@ def test_advantages_and_returns(theirs, gamma, lambd):
         n.get_advantages_and_returns(data.values, data.returns, data.mask, gamma, lambd)
         for n in (ours, theirs)
     )
-    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, check_dtype=False)
+    close(a, b)
 
 
 def losses(data, mask):
     """Everything that takes a mask."""
     policy = ours.PolicyLoss(dual_clip=3.0, **CORRECTIONS["seq-mask-tis"])
     rest = (data.old, data.advantages, mask, data.rollout)
-    found = outcome(lambda x: policy(x, *rest), data.log_probs)[1]
+    found = outcome(lambda x: policy(x, *rest), data.log_probs)
     value = ours.ValueLoss(0.2)
-    found += outcome(lambda x: value(x, data.old, data.returns, mask), data.values)[1]
+    found += outcome(lambda x: value(x, data.old, data.returns, mask), data.values)
     return found + list(ours.get_advantages_and_returns(data.values, data.returns, mask, 0.9, 0.9))
 
 
@@ -220,8 +207,7 @@ def test_masked_tokens_are_inert():
     data, poisoned = batch(), batch()
     for name in ("old", "log_probs", "rollout", "advantages", "values", "returns"):
         getattr(poisoned, name)[data.mask == 0] = float("nan")
-    for a, b in zip(losses(data, data.mask), losses(poisoned, data.mask), strict=True):
-        assert torch.equal(a, b)
+    equal(losses(data, data.mask), losses(poisoned, data.mask))
 
 
 def test_without_a_mask_every_token_counts():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fastrl.integrations import torchrl as ours
+from tests.integrations.compared import close, each, outcome
 from tests.integrations.packages import importable, stand_ins
 
 HOME = "torchrl.objectives.value.functional"
@@ -35,11 +36,7 @@ def transcribed(
 IMPLEMENTATIONS = {"transcribed": dict.fromkeys(NAMES, transcribed)}
 if importable(HOME):
     IMPLEMENTATIONS["installed"] = {name: getattr(importable(HOME), name) for name in NAMES}
-
-
-@pytest.fixture(params=IMPLEMENTATIONS)
-def theirs(request):
-    return IMPLEMENTATIONS[request.param]
+theirs = each(IMPLEMENTATIONS)
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
@@ -59,11 +56,12 @@ def inputs(shape, dtype=torch.float32):
 
 
 def results(function, values, *arguments, **options):
-    values = [x.clone().requires_grad_() for x in values]
-    advantage, target = function(0.97, 0.9, *values, *arguments, **options)
-    weights = torch.linspace(-1, 2, advantage.numel()).reshape(advantage.shape)
-    (advantage * weights + target * weights.flip(0)).sum().backward()
-    return advantage.detach(), target.detach(), *(x.grad for x in values)
+    def run(*values):
+        advantage, target = function(0.97, 0.9, *values, *arguments, **options)
+        weights = torch.linspace(-1, 2, advantage.numel()).reshape(advantage.shape)
+        return advantage * weights + target * weights.flip(0), advantage, target
+
+    return outcome(run, *values)
 
 
 @pytest.mark.parametrize("truncation", [True, False])
@@ -80,7 +78,7 @@ def test_equals_torchrl(theirs, name, shape, time_dim, truncation):
         results(function, values, *arguments, **options)
         for function in (getattr(ours, name), theirs[name])
     )
-    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, check_dtype=False)
+    close(a, b)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-9), (torch.bfloat16, 3e-2)])

@@ -7,6 +7,7 @@ import numpy
 import torch
 
 from fastrl.integrations.verl import _REPLACEMENTS
+from tests.integrations.compared import outcome
 from tests.integrations.packages import importable
 from tests.integrations.verl import estimator_formulas, formulas, loss_formulas
 
@@ -85,19 +86,6 @@ def batch(kind="bools", dtype=torch.float32, seed=0, spread=0.4, B=6, T=9):
         setattr(found, name, x.to(dtype))
     found.mask = mask.to(dtype) if mask.is_floating_point() else mask
     return found
-
-
-def close(a, b, bound=1e-5):
-    torch.testing.assert_close(a, b, rtol=bound, atol=bound, check_dtype=False)
-
-
-def outcome(function, x):
-    """Return what a function returns for x, without graph, and the gradient of its first value."""
-    x = x.clone().requires_grad_()
-    found = function(x)
-    found = found if isinstance(found, tuple) else (found,)
-    found[0].sum().backward()
-    return [y.detach() if isinstance(y, torch.Tensor) else y for y in found] + [x.grad]
 
 
 #: loss mode -> the options that its tests need

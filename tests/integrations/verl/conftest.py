@@ -1,9 +1,6 @@
-import pytest
+"""The fixture `theirs`: a namespace with verl's functions and `config`, ours or the package's."""
 
+from tests.integrations.compared import each
 from tests.integrations.verl.cases import IMPLEMENTATIONS
 
-
-@pytest.fixture(params=IMPLEMENTATIONS)
-def theirs(request):
-    """A namespace with verl's functions and `config`: our transcription, or the package."""
-    return IMPLEMENTATIONS[request.param]
+theirs = each(IMPLEMENTATIONS)

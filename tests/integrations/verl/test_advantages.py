@@ -4,14 +4,8 @@ import pytest
 import torch
 
 from fastrl.integrations.verl import _ESTIMATORS
-from tests.integrations.verl.cases import (
-    ESTIMATORS,
-    GROUPED,
-    OURS,
-    batch,
-    close,
-    estimate,
-)
+from tests.integrations.compared import close
+from tests.integrations.verl.cases import ESTIMATORS, GROUPED, OURS, batch, estimate
 
 #: those that do not whiten
 EXACT = [x for x in GROUPED if x not in ("gdpo", "reinforce_plus_plus_baseline")]

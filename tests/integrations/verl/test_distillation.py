@@ -10,8 +10,9 @@ import torch
 
 from fastrl.integrations import verl
 from fastrl.integrations.verl.distillation import compute_forward_kl_topk
+from tests.integrations.compared import close
 from tests.integrations.packages import importable
-from tests.integrations.verl.cases import COUNTS, batch, close, installed
+from tests.integrations.verl.cases import COUNTS, batch, installed
 
 HOME = "verl.trainer.distillation.fsdp.losses"
 

@@ -12,13 +12,13 @@ import torch
 
 from fastrl.integrations import verl as ours
 from fastrl.integrations.verl import policy_losses
+from tests.integrations.compared import close
 from tests.integrations.packages import importable
 from tests.integrations.verl.cases import (
     CORE,
     COUNTS,
     LOSSES,
     batch,
-    close,
     gradients,
     installed,
     policy_loss,

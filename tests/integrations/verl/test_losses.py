@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.integrations.compared import close, outcome
 from tests.integrations.verl.cases import (
     COUNTS,
     LOSSES,
@@ -10,8 +11,6 @@ from tests.integrations.verl.cases import (
     OURS,
     TRANSCRIBED,
     batch,
-    close,
-    outcome,
     policy_loss,
     transcribed,
 )

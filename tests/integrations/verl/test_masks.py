@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fastrl.integrations.verl import masks
+from tests.integrations.compared import close, outcome
 from tests.integrations.verl.cases import (
     COUNTS,
     ESTIMATORS,
@@ -13,9 +14,7 @@ from tests.integrations.verl.cases import (
     MODES,
     OURS,
     batch,
-    close,
     estimate,
-    outcome,
     policy_loss,
     transcribed,
 )

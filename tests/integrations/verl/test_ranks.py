@@ -12,9 +12,10 @@ import torch.distributed as dist
 from fastrl.integrations.replacing import Replaced
 from fastrl.integrations.verl.fused_linear import linear_cross_entropy
 from fastrl.integrations.verl.vocabulary_parallel import REPLACEMENTS
+from tests.integrations.compared import close
 from tests.integrations.packages import importable, stand_ins
 from tests.integrations.verl import formulas
-from tests.integrations.verl.cases import close, fused_inputs, gradients
+from tests.integrations.verl.cases import fused_inputs, gradients
 from tests.ops.ranks.gloo_ranks import on_ranks
 
 pytestmark = [

@@ -11,6 +11,7 @@ import pytest
 
 from fastrl.integrations import verl as ours
 from fastrl.integrations.verl import fused_linear, policy_losses
+from tests.integrations.compared import close
 from tests.integrations.packages import without_modules
 from tests.integrations.verl import formulas, loss_formulas
 from tests.integrations.verl.cases import (
@@ -19,7 +20,6 @@ from tests.integrations.verl.cases import (
     LOSSES,
     TOKENS,
     batch,
-    close,
     fused_inputs,
     policy_loss,
     transcribed,

@@ -10,8 +10,9 @@ import fastrl
 from fastrl import native
 from fastrl.integrations import verl
 from fastrl.integrations.verl.fused_linear import FusedLinearForPPO, linear_cross_entropy
+from tests.integrations.compared import close, outcome
 from tests.integrations.verl import formulas
-from tests.integrations.verl.cases import OURS, close, fused_inputs, gradients, outcome
+from tests.integrations.verl.cases import OURS, fused_inputs, gradients
 
 #: name -> what follows the logits, for these labels
 TOKENS = {
