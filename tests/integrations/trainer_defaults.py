@@ -6,9 +6,11 @@ from typing import Any, NamedTuple
 
 import fastrl
 from fastrl import Objective
-from fastrl.integrations import liger, liger_distillation, openrlhf, verl
+from fastrl.integrations import liger, openrlhf, verl
 from fastrl.objective.presets import ADVANTAGE_CONVENTIONS
 from fastrl.ops.group_advantages import group_advantages
+from tests.integrations import liger_formulas, openrlhf_formulas
+from tests.integrations.verl import formulas
 
 
 class Ours(NamedTuple):
@@ -60,9 +62,15 @@ def argument(function: Callable[..., Any], name: str) -> Ours:
     return Ours(f"{function.__qualname__}({name})", lambda: parameter.default)
 
 
-def signature(function: Callable[..., Any], **defaults: object) -> list[Row]:
+def defaults(theirs: Callable[..., Any]) -> dict[str, object]:
+    """The defaults of a transcription, which are the trainer's."""
+    found = inspect.signature(theirs).parameters.values()
+    return {x.name: x.default for x in found if x.default is not inspect.Parameter.empty}
+
+
+def signature(function: Callable[..., Any], **theirs: object) -> list[Row]:
     """The rows of a drop-in, which has their names."""
-    return [Row(name, default, argument(function, name)) for name, default in defaults.items()]
+    return [Row(name, default, argument(function, name)) for name, default in theirs.items()]
 
 
 CLIPPED, KLS = "bnpo dapo grpo dr_grpo", "bnpo dapo grpo dr_grpo gspo sapo luspo cispo vespo"
@@ -167,19 +175,10 @@ EPSILON = Ours("group_advantages(eps)", lambda: ADVANTAGE_CONVENTIONS["verl"][1]
 VERL_GRPO = [
     Row("epsilon", 1e-6, EPSILON),
     *signature(
-        verl.compute_grpo_outcome_advantage,
-        epsilon=1e-6,
-        norm_adv_by_std_in_grpo=True,
-        config=None,
+        verl.compute_grpo_outcome_advantage, **defaults(formulas.compute_grpo_outcome_advantage)
     ),
 ]
-VERL_AGGREGATION = signature(
-    verl.agg_loss,
-    dp_size=1,
-    batch_num_tokens=None,
-    global_batch_size=None,
-    loss_scale_factor=None,
-)
+VERL_AGGREGATION = signature(verl.agg_loss, **defaults(formulas.agg_loss))
 
 EVERY = "ppo grpo dapo gspo"
 OPENRLHF_OPTIONS = [
@@ -224,42 +223,11 @@ OPENRLHF_POLICY = signature(
     is_correction_gating="ratio",
     is_correction_threshold=(0.5, 5.0),
 )
-OPENRLHF_VALUE = signature(openrlhf.ValueLoss, clip_eps=None, token_level_loss=True)
-OPENRLHF_KL = signature(
-    openrlhf.compute_approx_kl, log_probs_old=None, kl_estimator="k1", unbiased_gradient=False
-)
-LIGER_GRPO = signature(
-    liger.LigerFusedLinearGRPOLoss,
-    beta=0.04,
-    compiled=True,
-    use_ref_model=True,
-    chunk_size=1,
-    epsilon_low=0.2,
-    epsilon_high=0.2,
-    loss_type="dapo",
-    max_completion_length=None,
-    importance_sampling_level="token",
-    sapo_temperature_pos=1.0,
-    sapo_temperature_neg=1.05,
-    temperature=1.0,
-    delta=None,
-    use_bias_correction_kl=False,
-    vespo_k_pos=2.0,
-    vespo_lambda_pos=3.0,
-    vespo_k_neg=3.0,
-    vespo_lambda_neg=2.0,
-)
-LIGER_JSD = signature(
-    liger_distillation.LigerFusedLinearJSDLoss,
-    weight_hard_loss=0.5,
-    weight_soft_loss=0.5,
-    beta=0.5,
-    ignore_index=-100,
-    temperature=1.0,
-    compiled=True,
-    chunk_size=1024,
-    return_soft_hard_loss=False,
-)
+OPENRLHF_VALUE = signature(openrlhf.ValueLoss, **defaults(openrlhf_formulas.ValueLoss))
+OPENRLHF_KL = signature(openrlhf.compute_approx_kl, **defaults(openrlhf_formulas.compute_approx_kl))
+OF_LIGER = {**liger_formulas.DEFAULTS, "compiled": True, "chunk_size": 1}
+LIGER_GRPO = signature(liger.LigerFusedLinearGRPOLoss, **OF_LIGER)
+LIGER_JSD = signature(liger.LigerFusedLinearJSDLoss, **defaults(liger_formulas.Distillation))
 OF_BOTH = """
 learning_rate model_init_kwargs trust_remote_code router_aux_loss_coef disable_dropout
 remove_unused_columns num_generations num_generations_eval ds3_gather_for_generation
