@@ -8,6 +8,7 @@ In the block, torchrl's GAE estimator calls fastrl.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -122,22 +123,14 @@ def generalized_advantage_estimate(
     return advantage, advantage + state_value
 
 
+@functools.wraps(generalized_advantage_estimate, assigned=())
 def vec_generalized_advantage_estimate(
-    gamma: float | Tensor,
-    lmbda: float | Tensor,
-    state_value: Tensor,
-    next_state_value: Tensor,
-    reward: Tensor,
-    done: Tensor,
-    terminated: Tensor | None = None,
-    *,
-    time_dim: int = -2,
+    gamma: float | Tensor, lmbda: float | Tensor, *given: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """Return `generalized_advantage_estimate`, which is already vectorized."""
     theirs = _torchrls(vec_generalized_advantage_estimate, gamma=gamma, lmbda=lmbda)
     function = generalized_advantage_estimate if theirs is None else theirs
-    tensors = (state_value, next_state_value, reward, done, terminated)
-    return function(gamma, lmbda, *tensors, time_dim=time_dim)
+    return function(gamma, lmbda, *given, **options)
 
 
 class _Scan(torch.autograd.Function):

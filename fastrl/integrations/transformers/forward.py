@@ -57,13 +57,8 @@ def last_hidden_states(model: nn.Module, **inputs: Any) -> Tensor:
     Examples:
         >>> import torch, transformers
         >>> from fastrl.integrations.transformers import last_hidden_states
-        >>> config = transformers.LlamaConfig(
-        ...     vocab_size=32,
-        ...     hidden_size=8,
-        ...     intermediate_size=8,
-        ...     num_hidden_layers=1,
-        ...     num_attention_heads=1,
-        ... )
+        >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+        >>> config = transformers.LlamaConfig(vocab_size=32, num_attention_heads=1, **sizes)
         >>> model = transformers.AutoModelForCausalLM.from_config(config)
         >>> last_hidden_states(model, input_ids=torch.tensor([[3, 4, 5]])).shape
         torch.Size([1, 3, 8])
@@ -107,13 +102,8 @@ def inside_forward(
     Examples:
         >>> import fastrl, torch, transformers
         >>> from fastrl.integrations.transformers import inside_forward
-        >>> config = transformers.LlamaConfig(
-        ...     vocab_size=32,
-        ...     hidden_size=8,
-        ...     intermediate_size=8,
-        ...     num_hidden_layers=1,
-        ...     num_attention_heads=1,
-        ... )
+        >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+        >>> config = transformers.LlamaConfig(vocab_size=32, num_attention_heads=1, **sizes)
         >>> model = transformers.AutoModelForCausalLM.from_config(config)
         >>> ids = torch.tensor([[3, 4, 5]])
         >>> def logprobs(hidden, head):

@@ -113,15 +113,9 @@ def lm_head(model: nn.Module) -> LmHead:
     Examples:
         >>> import transformers
         >>> from fastrl.integrations.transformers import lm_head
-        >>> config = transformers.CohereConfig(
-        ...     vocab_size=32,
-        ...     hidden_size=8,
-        ...     intermediate_size=8,
-        ...     num_hidden_layers=1,
-        ...     num_attention_heads=1,
-        ...     logit_scale=0.0625,
-        ...     pad_token_id=0,
-        ... )
+        >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+        >>> sizes |= {"vocab_size": 32, "num_attention_heads": 1, "pad_token_id": 0}
+        >>> config = transformers.CohereConfig(**sizes, logit_scale=0.0625)
         >>> head = lm_head(transformers.AutoModelForCausalLM.from_config(config))
         >>> tuple(head.weight.shape), head.logit_scale
         ((32, 8), 0.0625)

@@ -39,13 +39,8 @@ def backbone(model: nn.Module) -> nn.Module:
     Examples:
         >>> import transformers
         >>> from fastrl.integrations.transformers import backbone
-        >>> config = transformers.LlamaConfig(
-        ...     vocab_size=32,
-        ...     hidden_size=8,
-        ...     intermediate_size=8,
-        ...     num_hidden_layers=1,
-        ...     num_attention_heads=1,
-        ... )
+        >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+        >>> config = transformers.LlamaConfig(vocab_size=32, num_attention_heads=1, **sizes)
         >>> type(backbone(transformers.AutoModelForCausalLM.from_config(config))).__name__
         'LlamaModel'
     """

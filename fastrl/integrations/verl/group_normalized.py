@@ -6,6 +6,7 @@ A response's reward r is the sum of its token rewards (NaN at a masked token cou
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from math import inf, nan
 from typing import Any
@@ -71,18 +72,10 @@ def compute_grpo_outcome_advantage(
     return times_mask(_normalized(rewards, groups, epsilon, norm_adv_by_std_in_grpo), response_mask)
 
 
-def compute_grpo_vectorized_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Iterable[Any],
-    epsilon: float = 1e-6,
-    norm_adv_by_std_in_grpo: bool = True,
-    config: Any = None,
-) -> Estimate:
+@functools.wraps(compute_grpo_outcome_advantage, assigned=())
+def compute_grpo_vectorized_outcome_advantage(*given: Any, **options: Any) -> Estimate:
     """Return `compute_grpo_outcome_advantage`, which is already vectorized."""
-    return compute_grpo_outcome_advantage(
-        token_level_rewards, response_mask, index, epsilon, norm_adv_by_std_in_grpo, config
-    )
+    return compute_grpo_outcome_advantage(*given, **options)
 
 
 def compute_gdpo_outcome_advantage(
