@@ -125,7 +125,7 @@ def generalized_advantage_estimate(
 
 @functools.wraps(generalized_advantage_estimate, assigned=())
 def vec_generalized_advantage_estimate(
-    gamma: float | Tensor, lmbda: float | Tensor, *given: Tensor | None, **options: Any
+    gamma: float | Tensor, lmbda: float | Tensor, *given: Any, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """Return `generalized_advantage_estimate`, which is already vectorized."""
     theirs = _torchrls(vec_generalized_advantage_estimate, gamma=gamma, lmbda=lmbda)
