@@ -173,6 +173,28 @@ def gradients(outputs, upstream, inputs):
     return torch.autograd.grad(total, inputs)
 
 
+def worker_batch(data, **more):
+    """A batch as verl's workers have it, which needs tensordict."""
+    B, T = data.mask.shape
+    fields = {
+        "prompts": torch.ones(B, 1).long(),
+        "responses": torch.ones(B, T).long(),
+        "attention_mask": torch.ones(B, 1 + T).long(),
+        "response_mask": data.mask,
+        "old_log_probs": data.old,
+        **more,
+    }
+    fields = importlib.import_module("tensordict").TensorDict(fields, batch_size=B)
+    for key in ("dp_size", "batch_num_tokens", "global_batch_size"):
+        fields.set_non_tensor(key, COUNTS["global"][key])
+    return fields
+
+
+def with_prompts(x):
+    """A leaf with a token more in each response, flat, as a model returns it."""
+    return torch.nn.functional.pad(x, (0, 1)).flatten().requires_grad_()
+
+
 def fused_inputs(N, H, V, dtype=torch.float32):
     torch.manual_seed(0)
     hidden = torch.empty(1, N, H).uniform_(-0.5, 0.5).to(dtype).requires_grad_()

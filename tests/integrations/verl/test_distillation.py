@@ -10,9 +10,8 @@ import torch
 
 from fastrl.integrations import verl
 from fastrl.integrations.verl.distillation import compute_forward_kl_topk
-from tests.integrations.compared import close
-from tests.integrations.packages import importable
-from tests.integrations.verl.cases import COUNTS, batch, installed
+from tests.integrations.compared import close, each, implementations
+from tests.integrations.verl.cases import batch, installed, with_prompts, worker_batch
 
 HOME = "verl.trainer.distillation.fsdp.losses"
 
@@ -33,9 +32,8 @@ def transcribed(logits, log_p, ids, config, data_format):
     return {**found, "distillation_losses": terms.sum(-1)}
 
 
-IMPLEMENTATIONS = {"transcribed": transcribed}
-if importable(HOME):
-    IMPLEMENTATIONS["installed"] = importable(HOME).compute_forward_kl_topk
+IMPLEMENTATIONS = implementations(transcribed, HOME, "compute_forward_kl_topk")
+theirs = each(IMPLEMENTATIONS)
 
 
 def config(lowest=None, **more):
@@ -70,12 +68,9 @@ def outcome(function, logits, *rest):
 
 
 @pytest.mark.parametrize("lowest", [None, -10.0, -3.0])
-@pytest.mark.parametrize("kind", IMPLEMENTATIONS)
-def test_the_forward_kl_of_the_most_probable_tokens(kind, lowest):
+def test_the_forward_kl_of_the_most_probable_tokens(theirs, lowest):
     data = given()
-    a, b = (
-        outcome(f, *data, config(lowest)) for f in (compute_forward_kl_topk, IMPLEMENTATIONS[kind])
-    )
+    a, b = (outcome(f, *data, config(lowest)) for f in (compute_forward_kl_topk, theirs))
     assert a[0].keys() == b[0].keys()
     assert 0 < a[0]["overlap_count"].sum() < 48
     assert a[0]["distillation_losses"].min() < 0  # as in verl, which clamps it later
@@ -175,26 +170,15 @@ def test_other_numbers_of_tokens_are_refused(shift):
 def test_verls_own_distillation_loss_runs_on_fastrl(mode, policy_gradient):
     losses = importlib.import_module("verl.trainer.distillation.losses")
     configs = importlib.import_module("verl.workers.config")
-    data, B, T = batch(), 6, 9
-    fields = {
-        "prompts": torch.ones(B, 1).long(),
-        "responses": torch.ones(B, T).long(),
-        "attention_mask": torch.ones(B, 1 + T).long(),
-        "response_mask": data.mask,
-        "old_log_probs": data.old,
-        "teacher_logprobs": torch.nn.functional.pad(data.old + data.values, (0, 1)).reshape(-1, 1),
-    }
-    teacher = fields.pop("teacher_logprobs")
-    fields = importlib.import_module("tensordict").TensorDict(fields, batch_size=B)
+    data, fields = batch(), worker_batch(batch())
+    teacher = torch.nn.functional.pad(data.old + data.values, (0, 1)).reshape(-1, 1)
     fields["teacher_logprobs"] = torch.nested.as_nested_tensor(
-        list(teacher.split(1 + T)), layout=torch.jagged
+        list(teacher.split(data.mask.shape[1] + 1)), layout=torch.jagged
     )
-    for key in ("dp_size", "batch_num_tokens", "global_batch_size"):
-        fields.set_non_tensor(key, COUNTS["global"][key])
     own = configs.DistillationLossConfig(loss_mode=mode, use_policy_gradient=policy_gradient)
 
     def run():
-        log_prob = torch.nn.functional.pad(data.log_prob, (0, 1)).flatten().requires_grad_()
+        log_prob = with_prompts(data.log_prob)
         settings = types.SimpleNamespace(distillation_loss=own)
         output = {"log_probs": log_prob}
         loss, _ = losses.distillation_loss(installed({}), settings, output, fields)

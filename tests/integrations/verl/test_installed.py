@@ -22,6 +22,8 @@ from tests.integrations.verl.cases import (
     gradients,
     installed,
     policy_loss,
+    with_prompts,
+    worker_batch,
 )
 
 pytestmark = pytest.mark.skipif(importable(CORE) is None, reason="needs verl itself")
@@ -58,19 +60,9 @@ def test_bypass_mode_runs_on_fastrl(loss_type):
 @pytest.mark.parametrize("name", [x for x in LOSSES if x not in ("reinforce", "clip_cov")])
 def test_verls_own_ppo_loss_with_entropy_and_kl(name):
     losses = pytest.importorskip("verl.workers.utils.losses", exc_type=ImportError)
-    data, B, T = batch(), 6, 9
-    fields = {
-        "prompts": torch.ones(B, 1).long(),
-        "responses": torch.ones(B, T).long(),
-        "attention_mask": torch.ones(B, 1 + T).long(),
-        "response_mask": data.mask,
-        "old_log_probs": data.old,
-        "ref_log_prob": data.old + 0.3 * data.values,
-        "advantages": data.advantages,
-    }
-    fields = importlib.import_module("tensordict").TensorDict(fields, batch_size=B)
-    for key in ("dp_size", "batch_num_tokens", "global_batch_size"):
-        fields.set_non_tensor(key, COUNTS["global"][key])
+    data = batch()
+    more = {"ref_log_prob": data.old + 0.3 * data.values, "advantages": data.advantages}
+    fields = worker_batch(data, **more)
     own = {**LOSSES[name].get("policy_loss", {}), "loss_mode": name}
     config = installed(
         {},
@@ -83,8 +75,7 @@ def test_verls_own_ppo_loss_with_entropy_and_kl(name):
     )
 
     def run():
-        log_prob = torch.nn.functional.pad(data.log_prob, (0, 1)).flatten().requires_grad_()
-        entropy = torch.nn.functional.pad(data.values.abs(), (0, 1)).flatten().requires_grad_()
+        log_prob, entropy = with_prompts(data.log_prob), with_prompts(data.values.abs())
         loss, metrics = losses.ppo_loss(config, {"log_probs": log_prob, "entropy": entropy}, fields)
         loss.backward()
         values = {key: torch.tensor(getattr(x, "values", x)) for key, x in metrics.items()}
