@@ -206,12 +206,29 @@ def losses(names, function, leaves, form=None, *, kept=False, teacher=None, **op
         )
 
 
+def clips(objective):
+    def draw(B, T, dtype):
+        drawn, names = from_logprobs(objective)(B, T, dtype), ("logprobs", "old_logprobs")
+        return {name: drawn[name] for name in (*names, "advantages", "mask")}
+
+    return draw
+
+
 ALL = {"outputs": OF_ROW}
 WITH_TEACHER = {"outputs": fastrl.TokenStats._fields, "beta": 0.3}
 EVERYWHERE = ("reference", "cpu", "triton", "cuda")
 BY_KERNELS = ("cpu", "triton", "cuda")  # eager torch has second derivatives
 ENTRIES = {
     **dict(losses(OBJECTIVES, fastrl.policy_loss, ("logprobs", "entropy"))),
+    **{
+        f"clipped_tokens {name}": Entry(
+            fastrl.clipped_tokens,
+            clips(OBJECTIVES[name]),
+            options={"objective": OBJECTIVES[name]},
+            per_sequence=by_sequence,
+        )
+        for name, by_sequence in (("ppo", ()), ("gspo", ("advantages",)))
+    },
     **dict(losses(FEW, fastrl.logits_policy_loss, ("logits",), "logits")),
     **dict(losses(FEW, fastrl.linear_policy_loss, ("hidden", "weight"), "hidden", chunk_tokens=7)),
     **dict(losses(FEW[:2], fastrl.logits_policy_loss, ("logits",), "logits", kept=True)),
@@ -360,7 +377,7 @@ ENTRIES = {
 #: Functions of torch, without kernels; each runs once.
 PLAIN = (
     *(fastrl.value_loss, fastrl.kl_divergence, fastrl.masked_mean, fastrl.whiten),
-    fastrl.token_weights,
+    *(fastrl.token_weights, fastrl.clipped_tokens),
 )
 
 
