@@ -8,28 +8,10 @@ from torch import Tensor
 from fastrl import kl_divergence
 from fastrl.train.packing import PackedBatch
 from fastrl.train.rewards import Scored
-from fastrl.train.rollout import Rollout
-from fastrl.train.sampling import TokenCount
+from fastrl.train.rollout import Rollout, TokenCount
 
-_MEANS = (
-    "kl",
-    "kl_old",
-    "entropy",
-    "ratio_mean",
-    "clip_low",
-    "clip_high",
-    "clip_fraction",
-    "zero_grad_fraction",
-    "kl_sampler",
-    "centering_mass",
-    "head_kl",
-    "zero_weight_fraction",
-    "divergence",
-    "teacher_entropy",
-    "teacher_agreement",
-    "value_loss",
-    "value_clip_fraction",
-)
+#: Of a micro-batch, what no mean over tokens says anything about.
+_NO_MEANS = {"policy_loss", "ratio_max", "ratio_min", "active_tokens"}
 
 
 class MetricMeans:
@@ -68,10 +50,10 @@ class MetricMeans:
         share = tokens / tokens.sum().clamp(min=1)
         values = {
             name: torch.stack([seen[name] for seen in self._seen]).double()
-            for name in (*_MEANS, "ratio_max")
-            if name in self._seen[0]
+            for name in self._seen[0]
         }
-        means = {name: float((values[name] * share).sum()) for name in _MEANS if name in values}
+        names = [name for name in values if name not in _NO_MEANS]
+        means = {name: float((values[name] * share).sum()) for name in names}
         return {**means, "ratio_max": float(values["ratio_max"].max()), **learned}
 
 

@@ -20,6 +20,7 @@ from fastrl.train.loading import (
     reason,
 )
 from fastrl.train.prompts import Record
+from fastrl.train.rollout import rows_by_length
 
 _TOKENS = 16384  # most tokens that are scored together, including padding
 
@@ -93,7 +94,7 @@ class RewardModel:
         if context is not None and longest > context:
             raise ValueError(f"must get at most {context} tokens, got {longest}")
         scores = [0.0] * len(sequences)
-        for rows in _by_length(sequences):
+        for rows in rows_by_length([len(one) for one in sequences], _TOKENS):
             batch = [torch.tensor(sequences[row]) for row in rows]
             ids = torch.nn.utils.rnn.pad_sequence(batch, True, self._padding)
             mask = torch.arange(ids.shape[1]) < torch.tensor([[len(one)] for one in batch])
@@ -119,13 +120,3 @@ class RewardModel:
             *own["input_ids"],
             self._tokenizer.eos_token_id,
         ]
-
-
-def _by_length(sequences: list[list[int]]) -> list[list[int]]:
-    """Return groups of rows of similar lengths that fit `_TOKENS` padded to the longest."""
-    batches: list[list[int]] = []
-    for row in sorted(range(len(sequences)), key=lambda row: len(sequences[row])):
-        if not batches or (len(batches[-1]) + 1) * len(sequences[row]) > _TOKENS:
-            batches.append([])
-        batches[-1].append(row)
-    return batches

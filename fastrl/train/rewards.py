@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from fastrl.train import math_answers, reward_calls
 from fastrl.train.config import RunConfig
@@ -55,8 +56,7 @@ class Scored(NamedTuple):
 
     def rows(self, index: Tensor) -> "Scored":
         """Return the rewards of the completions at ``index``."""
-        parts = {name: part[index] for name, part in self.parts.items()}
-        return Scored(self.total[index], self.unshaped[index], parts, self.failed[index])
+        return tree_map(lambda values: values[index], self)  # type: ignore[no-any-return]
 
     @property
     def known(self) -> Tensor:
@@ -66,12 +66,7 @@ class Scored(NamedTuple):
 
 def concatenate(scored: Sequence[Scored]) -> Scored:
     """Return the rewards of several batches of completions as one."""
-    return Scored(
-        torch.cat([each.total for each in scored]),
-        torch.cat([each.unshaped for each in scored]),
-        {name: torch.cat([each.parts[name] for each in scored]) for name in scored[0].parts},
-        torch.cat([each.failed for each in scored]),
-    )
+    return tree_map(lambda *values: torch.cat(values), *scored)  # type: ignore[no-any-return]
 
 
 class Rewards:

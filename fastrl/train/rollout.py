@@ -39,6 +39,13 @@ class Completion(NamedTuple):
     top_logprobs: TopKLogprobs | None = None
 
 
+class TokenCount(NamedTuple):
+    """Tokens of prompts and completions that an engine computed."""
+
+    real: int
+    padded: int  # with padding
+
+
 #: Takes the place of a completion that a user's sampler could not make.
 _ABSENT = Completion(
     torch.zeros(1, dtype=torch.int64), torch.zeros(1), True, torch.zeros(1, dtype=torch.bool)
@@ -88,6 +95,16 @@ class Rollout(NamedTuple):
     def counted(self, truncated: str) -> Tensor:
         """Return the mask of the tokens in the loss; ``"mask"`` omits truncated completions."""
         return self.mask & ~self.truncated[:, None] if truncated == "mask" else self.mask
+
+
+def rows_by_length(lengths: Sequence[int], limit: int) -> list[list[int]]:
+    """Return rows of similar lengths that fit ``limit`` tokens, padded to their longest."""
+    batches: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if not batches or (len(batches[-1]) + 1) * lengths[row] > limit:
+            batches.append([])
+        batches[-1].append(row)
+    return batches
 
 
 def rollout_of(

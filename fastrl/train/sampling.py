@@ -3,7 +3,7 @@
 import importlib
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 
@@ -13,35 +13,14 @@ from fastrl.train.endings import Endings
 from fastrl.train.own_completions import checked_completion
 from fastrl.train.prompts import Prompt
 from fastrl.train.rollout import Completion, Rollout, rollout_of
+from fastrl.train.transformers_sampler import TransformersEngine
+from fastrl.train.vllm_sampler import VllmEngine
 
 #: Completes token ids.
 Complete = Callable[[list[list[int]]], list[Completion]]
 #: A rollout: takes prompts, completions per prompt, a function that completes ids, the tokenizer.
 #: It returns None in place of a completion that failed, which is left out.
 RolloutFunction = Callable[[list[Prompt], int, Complete, Any], list[Completion | None]]
-
-
-class TokenCount(NamedTuple):
-    """Tokens of prompts and completions that an engine computed."""
-
-    real: int
-    padded: int  # with padding
-
-
-class Engine(Protocol):
-    """A sampler from softmax(logits / temperature), or from the tokens that are kept."""
-
-    def complete(self, prompts: list[list[int]], *, greedy: bool) -> list[Completion]:
-        """Complete each prompt; ``greedy`` takes the most likely tokens, without random numbers.
-
-        Equal states of torch's generator on the CPU give equal samples.
-
-        Raises:
-            RuntimeError: The engine failed.
-        """
-
-    def computed(self) -> TokenCount:
-        """Return the number of tokens computed since the last call."""
 
 
 class Sampler:
@@ -55,17 +34,10 @@ class Sampler:
     def __init__(self, model: Any, tokenizer: Any, config: RunConfig) -> None:
         self._model, self._tokenizer, self._config = model, tokenizer, config
         self.endings = Endings(model, tokenizer, config)
+        engine = VllmEngine if config.sampler == "vllm" else TransformersEngine
+        self.engine = engine(model, tokenizer, config, self.endings)
         self._own: RolloutFunction | None = None  # the user's, in place of one completion each
-        self.engine: Engine
-        if config.sampler == "vllm":
-            from fastrl.train.vllm_sampler import VllmEngine
-
-            self.engine = VllmEngine(model, tokenizer, config, self.endings)
-            return
-        from fastrl.train.transformers_sampler import TransformersEngine
-
-        self.engine = TransformersEngine(model, tokenizer, config, self.endings)
-        if config.sampler != "transformers":
+        if config.sampler not in ("vllm", "transformers"):
             self._own = import_function(config.sampler, "sampler")
 
     def sample(self, prompts: list[Prompt], group_size: int) -> tuple[Rollout, list[str | None]]:

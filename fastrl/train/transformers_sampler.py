@@ -27,8 +27,7 @@ from fastrl.integrations.transformers.by_sequence import BY_SEQUENCE
 from fastrl.train.config import RunConfig
 from fastrl.train.endings import Endings
 from fastrl.train.loading import autocast
-from fastrl.train.rollout import Completion
-from fastrl.train.sampling import TokenCount
+from fastrl.train.rollout import Completion, TokenCount, rows_by_length
 from fastrl.train.vocabulary import token_count
 
 #: Layers of a cache that are keys and values by token, and nothing that depends on all tokens.
@@ -40,9 +39,10 @@ _AT_ONCE = 2**24  # scores at a time, which bounds the memory of their probabili
 class TransformersEngine:
     """`generate`, for every model and device, in micro-batches that bound its cache.
 
-    Up to rounding of the logits, the samples do not depend on the split into micro-batches: each
-    completion has its own random numbers, which are drawn before. Rows of the head that belong to
-    no token of the tokenizer are left out of the distribution.
+    It samples from softmax(logits / temperature), or from the tokens that are kept. Up to rounding
+    of the logits, the samples do not depend on the split into micro-batches: each completion has
+    its own random numbers, which are drawn before. Rows of the head that belong to no token of the
+    tokenizer are left out of the distribution.
     """
 
     def __init__(self, model: Any, tokenizer: Any, config: RunConfig, endings: Endings) -> None:
@@ -52,12 +52,16 @@ class TransformersEngine:
         self._tokens = TokenCount(0, 0)
 
     def complete(self, prompts: list[list[int]], *, greedy: bool) -> list[Completion]:
-        """See `Engine.complete`."""
+        """Complete each prompt; ``greedy`` takes the most likely tokens, without random numbers.
+
+        Equal states of torch's generator on the CPU give equal samples.
+        """
         shape = (len(prompts), self._config.max_new_tokens)
         uniforms = None if greedy else torch.rand(shape, dtype=torch.float64)
         completed: dict[int, Completion] = {}
         with generation_mode(self._model, self._config):
-            for rows in self._micro_batches(prompts):
+            lengths = [len(ids) + shape[1] for ids in prompts]
+            for rows in rows_by_length(lengths, self._config.tokens_per_generation):
                 some = [prompts[row] for row in rows]
                 drawn = None if uniforms is None else uniforms[rows].to(self._model.device)
                 completions = self._generate(some, drawn)
@@ -65,21 +69,9 @@ class TransformersEngine:
         return [completed[row] for row in range(len(prompts))]
 
     def computed(self) -> TokenCount:
-        """See `Engine.computed`."""
+        """Return the number of tokens computed since the last call."""
         tokens, self._tokens = self._tokens, TokenCount(0, 0)
         return tokens
-
-    def _micro_batches(self, prompts: list[list[int]]) -> Iterator[list[int]]:
-        """Yield rows of prompts of similar lengths that fit ``tokens_per_generation``."""
-        limit, new = self._config.tokens_per_generation, self._config.max_new_tokens
-        rows: list[int] = []
-        for row in sorted(range(len(prompts)), key=lambda row: len(prompts[row])):
-            if rows and (len(rows) + 1) * (len(prompts[row]) + new) > limit:
-                yield rows
-                rows = []
-            rows.append(row)
-        if rows:
-            yield rows
 
     def _generate(self, prompts: list[list[int]], uniforms: Tensor | None) -> list[Completion]:
         """Complete the prompts of a micro-batch, padded on the left."""

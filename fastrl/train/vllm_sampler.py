@@ -11,8 +11,7 @@ from fastrl import KeptTokens, TopKLogprobs, kl_divergence, token_logprobs
 from fastrl.train.checkpoint import unchanged_generators
 from fastrl.train.config import RunConfig
 from fastrl.train.endings import Endings
-from fastrl.train.rollout import Completion
-from fastrl.train.sampling import TokenCount
+from fastrl.train.rollout import Completion, TokenCount
 from fastrl.train.transformers_sampler import generation_mode
 from fastrl.train.vllm_weights import hand_over_weights
 from fastrl.train.vocabulary import row_count
@@ -61,7 +60,11 @@ class VllmEngine:
             self._call("sleep", level=2)
 
     def complete(self, prompts: list[list[int]], *, greedy: bool) -> list[Completion]:
-        """See `Engine.complete`; raise a `RuntimeError` if the engine has other weights."""
+        """See `TransformersEngine.complete`.
+
+        Raises:
+            RuntimeError: The engine failed, or has other weights.
+        """
         from vllm import SamplingParams
 
         config, temperature = self._config, 0.0 if greedy else self._config.temperature
@@ -95,7 +98,7 @@ class VllmEngine:
         return completions
 
     def computed(self) -> TokenCount:
-        """See `Engine.computed`."""
+        """See `TransformersEngine.computed`."""
         tokens, self._tokens = self._tokens, 0
         return TokenCount(tokens, tokens)
 
