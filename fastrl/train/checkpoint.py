@@ -11,14 +11,13 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
 CHECKSUMS = "checksums.json"
 _STATE = "state.pt"
@@ -185,10 +184,10 @@ def verify(directory: Path, *, as_model: bool = False) -> None:
         raise ValueError(f"{directory} is damaged: {wrong[0]} has another sum than in {CHECKSUMS}")
 
 
-def fingerprint(weights: Iterable[tuple[str, Tensor]]) -> str:
-    """Return the SHA-256 sum of names, shapes and bits of weights."""
+def fingerprint(model: Any) -> str:
+    """Return the SHA-256 sum of names, shapes and bits of a model's weights."""
     digest = hashlib.sha256()
-    for name, weight in weights:
+    for name, weight in model.named_parameters():
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype};".encode())
         bits = weight.detach().cpu().contiguous().flatten().view(torch.uint8)
         digest.update(bits.numpy().tobytes())

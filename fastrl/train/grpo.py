@@ -7,7 +7,7 @@ By default a small new model learns to add and subtract; ``--help`` lists the op
 
 A step uses the modules `sampling`, `rewards`, `packing`, `policy` (which calls the fused loss, with
 the KL to `run.reference` weighted by ``Objective.kl_coef``), `optimizers` and `run`, in this order.
-`teacher_model` has the teacher of a distillation, whose divergence is part of the same loss. `plan`
+`second_models` has the teacher of a distillation, whose divergence is part of the same loss. `plan`
 predicts the peak memory.
 """
 

@@ -42,7 +42,7 @@ def load_policy(
     source = base if resumed_from is not None else config.model
     model, tokenizer = load(source, device, config.dtype, nf4=config.weights == "nf4")
     if not begins_changed(config):
-        log.begun_with(base=checkpoint.fingerprint(model.named_parameters()))
+        log.begun_with(base=checkpoint.fingerprint(model))
     adapted = attach(model, config, str(Path(base).resolve()) if Path(base).is_dir() else base)
     if resumed_from is not None:
         with checkpoint.reading(resumed_from):

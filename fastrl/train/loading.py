@@ -1,7 +1,8 @@
 """The model and its tokenizer: any causal LM from `transformers`, or a small new one."""
 
 import string
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,8 @@ from fastrl.train.vocabulary import end_tokens, set_padding
 
 logging.disable_progress_bar()  # the loops have their own
 
-#: Errors of reading a foreign model; ImportError: a package has quantized it.
-LOADING_ERRORS = (OSError, ImportError, ValueError, KeyError, RuntimeError, SafetensorError)
+#: Arguments of ``from_pretrained``: no code of the model's is run, and no weights are unpickled.
+WEIGHTS_ALONE = {"use_safetensors": True, "trust_remote_code": False}
 CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
 
 
@@ -79,23 +80,12 @@ def load(
         for parameter in model.parameters():  # but not buffers: some of them must be float32
             parameter.data = parameter.data.to(getattr(torch, dtype))
     else:
-        try:
-            verify(Path(path), as_model=True)
-            pretrained_config(path)
-            quantized = _four_bits(device, getattr(torch, dtype)) if nf4 else {}
-            model = AutoModelForCausalLM.from_pretrained(
-                path,
-                dtype=getattr(torch, dtype),
-                use_safetensors=True,
-                trust_remote_code=False,
-                **quantized,
-            )
+        with expecting("model must be a causal LM with its tokenizer", path):
+            options = {"dtype": getattr(torch, dtype), **WEIGHTS_ALONE}
+            quantized = _four_bits(device, options["dtype"]) if nf4 else {}
+            model = AutoModelForCausalLM.from_pretrained(path, **options, **quantized)
             _check_quantized(model, nf4=nf4)
-            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-        except LOADING_ERRORS as error:
-            raise ValueError(
-                f"model must be a causal LM with its tokenizer, got {path!r}: {reason(error, path)}"
-            ) from error
+            tokenizer = tokenizer_of(path)
     ends = end_tokens(model, tokenizer)
     set_padding(tokenizer, ends)
     # A model's own sampling defaults would change the distribution of the samples.
@@ -105,6 +95,27 @@ def load(
     if (name := not_finite(model)) is not None:
         raise ValueError(f"model must have finite weights, got a NaN or infinity in {name!r}")
     return model.to(device).eval(), tokenizer
+
+
+@contextmanager
+def expecting(kind: str, path: str) -> Iterator[None]:
+    """Turn an error in reading the model at ``path`` into one that says what it must be.
+
+    Raises:
+        ValueError: The model is damaged, needs code, or cannot be read.
+    """
+    try:
+        verify(Path(path), as_model=True)
+        pretrained_config(path)
+        yield
+    # ImportError: a package has quantized it
+    except (OSError, ImportError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"{kind}, got {path!r}: {reason(error, path)}") from error
+
+
+def tokenizer_of(path: str) -> Any:
+    """Return the tokenizer in the directory of a model."""
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
 
 
 def pretrained_config(path: str) -> Any:

@@ -25,7 +25,7 @@ from fastrl.train.prompts import deal
 from fastrl.train.run import prepare, training_run
 from fastrl.train.run_log import Summary
 from fastrl.train.sampling import rollout_correction
-from fastrl.train.value_model import ValueModel, rollout_values_and_logprobs
+from fastrl.train.second_models import ValueModel, rollout_values_and_logprobs
 
 VALUE_COEF, VALUE_CLIP = 0.5, 0.2
 

@@ -4,21 +4,13 @@ TRL's ``RewardTrainer`` trains such models: `docs/train_reward_model.py` does it
 task.
 """
 
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification
 
-from fastrl.train.checkpoint import fingerprint, verify
 from fastrl.train.config import RunConfig
-from fastrl.train.loading import (
-    LOADING_ERRORS,
-    context_of,
-    not_finite,
-    pretrained_config,
-    reason,
-)
+from fastrl.train.loading import WEIGHTS_ALONE, context_of, expecting, not_finite, tokenizer_of
 from fastrl.train.prompts import Record
 from fastrl.train.rollout import rows_by_length
 
@@ -39,22 +31,11 @@ class RewardModel:
     """
 
     def __init__(self, path: str, device: torch.device, config: RunConfig) -> None:
-        try:
-            verify(Path(path), as_model=True)
-            pretrained_config(path)
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-            model, loaded = AutoModelForSequenceClassification.from_pretrained(
-                path,
-                dtype="auto",
-                use_safetensors=True,
-                output_loading_info=True,
-                trust_remote_code=False,
-            )
-        except LOADING_ERRORS as error:
-            raise ValueError(
-                "reward: model: must name a sequence classification model in safetensors with its "
-                f"tokenizer, got {path!r}: {reason(error, path)}"
-            ) from error
+        kind = "name a sequence classification model in safetensors with its tokenizer"
+        with expecting(f"reward: model: must {kind}", path):
+            self._tokenizer = tokenizer_of(path)
+            options = {"dtype": "auto", "output_loading_info": True, **WEIGHTS_ALONE}
+            model, loaded = AutoModelForSequenceClassification.from_pretrained(path, **options)
         self._chat, end = config.chat_template is not None, self._tokenizer.eos_token_id
         self._padding = model.config.get_text_config().pad_token_id
         wrong = None
@@ -70,11 +51,7 @@ class RewardModel:
             wrong = "a chat template"
         if wrong is not None:
             raise ValueError(f"reward: the model {path!r} must have {wrong}")
-        self._model = model.to(device).requires_grad_(False).eval()
-
-    def fingerprint(self) -> str:
-        """Return a checksum of the weights."""
-        return fingerprint(self._model.named_parameters())
+        self.model = model.to(device).requires_grad_(False).eval()
 
     @torch.no_grad()
     def __call__(
@@ -89,7 +66,7 @@ class RewardModel:
             self._encode(record["prompt"], text)
             for record, text in zip(records, completions, strict=True)
         ]
-        context = context_of(self._model)
+        context = context_of(self.model)
         longest = max(map(len, sequences), default=0)
         if context is not None and longest > context:
             raise ValueError(f"must get at most {context} tokens, got {longest}")
@@ -98,9 +75,9 @@ class RewardModel:
             batch = [torch.tensor(sequences[row]) for row in rows]
             ids = torch.nn.utils.rnn.pad_sequence(batch, True, self._padding)
             mask = torch.arange(ids.shape[1]) < torch.tensor([[len(one)] for one in batch])
-            out = self._model(
-                input_ids=ids.to(self._model.device),
-                attention_mask=mask.long().to(self._model.device),
+            out = self.model(
+                input_ids=ids.to(self.model.device),
+                attention_mask=mask.long().to(self.model.device),
                 use_cache=False,
             )
             for row, score in zip(rows, out.logits[:, 0].tolist(), strict=True):

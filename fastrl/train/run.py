@@ -13,22 +13,21 @@ import torch
 
 from fastrl.integrations.transformers import backbone
 from fastrl.train import checkpoint, optimizers
-from fastrl.train.checkpoint import unchanged_generators
-from fastrl.train.config import RunConfig
+from fastrl.train.checkpoint import fingerprint, unchanged_generators
+from fastrl.train.config import GrpoConfig, RunConfig
 from fastrl.train.initial_policy import INITIAL, begins_changed, load_policy, save_base
 from fastrl.train.loading import check_length, context_of, find_device, model_path, not_finite
 from fastrl.train.phases import Phases
 from fastrl.train.policy import check_head, check_packing, completion_logprobs
 from fastrl.train.prompts import Prompt, digest, encode, read_records
 from fastrl.train.recomputation import save_memory
-from fastrl.train.reference import Reference
 from fastrl.train.remarks import ending_remark, evaluation_remark, remarks
 from fastrl.train.report import Row
 from fastrl.train.rewards import Rewards, Scored
 from fastrl.train.rollout import Completion, rollout_of
 from fastrl.train.run_log import RunLog, Summary
 from fastrl.train.sampling import Sampler
-from fastrl.train.teacher_model import TeacherModel, load_teacher
+from fastrl.train.second_models import Reference, TeacherModel
 from fastrl.train.vocabulary import check_tokens, row_count
 from fastrl.train.warm_start import check_warm_start, warm_start, warm_start_steps
 
@@ -80,14 +79,15 @@ def prepare(config: RunConfig) -> Setup:
         unless_prepared.callback(rewards.close)
         for prompts in (train, held_out):
             rewards.probe(prompts)  # a broken function fails here
-        teacher = load_teacher(config, model, tokenizer)
-        if teacher is not None:
+        teacher = None
+        if isinstance(config, GrpoConfig) and config.teacher is not None:
+            teacher = TeacherModel(config, model, tokenizer)
             check_length(teacher.model, train + held_out, config.max_new_tokens)
         log.begun_with(
             prompts=digest(records[0]),
             held_out=digest(records[1]),
-            reward_model=None if rewards.model is None else rewards.model.fingerprint(),
-            teacher=None if teacher is None else teacher.fingerprint(),
+            reward_model=None if rewards.model is None else fingerprint(rewards.model.model),
+            teacher=None if teacher is None else fingerprint(teacher.model),
         )
         save_memory(model, config)
         check_packing(model, config)

@@ -18,9 +18,9 @@ from fastrl.train.loading import load, not_finite
 from fastrl.train.policy import batches, completion_logprobs, policy_logprobs, policy_outputs
 from fastrl.train.prompts import encode
 from fastrl.train.recomputation import save_memory
-from fastrl.train.reference import Reference
 from fastrl.train.reward_model import RewardModel
 from fastrl.train.sampling import Sampler
+from fastrl.train.second_models import Reference
 from fastrl.train.warm_start import check_warm_start, demonstrated, frozen_head, warm_start
 from tests.train.packed import make_rollout
 

@@ -32,7 +32,7 @@ from fastrl.train.rewards import Scored
 from fastrl.train.rollout import Completion, concatenate, rollout_of
 from fastrl.train.run import TrainingRun
 from fastrl.train.sampling import Sampler
-from fastrl.train.value_model import ValueModel
+from fastrl.train.second_models import ValueModel
 from tests.train.packed import assert_equal, make_model, padded, plain
 from tests.train.runs import LOOPS, rows, run
 

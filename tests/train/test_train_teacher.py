@@ -21,7 +21,7 @@ from fastrl.train.metrics import MetricMeans
 from fastrl.train.packing import normalizer
 from fastrl.train.plan import report
 from fastrl.train.policy import batches, policy_loss, policy_outputs
-from fastrl.train.teacher_model import TeacherModel
+from fastrl.train.second_models import TeacherModel
 from tests.train.packed import (
     ADVANTAGES,
     CONFIGS,
