@@ -1,7 +1,5 @@
 """The groups of a step: rounds of sampling until enough groups are informative."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -21,17 +19,22 @@ class SampledGroups:
 
     def __init__(self, config: GrpoConfig) -> None:
         self._config = config
-        self._kept: list[_Round] = []
-        self._spare: list[_Round] = []
-        self.rounds = 0
+        self._rounds: list[tuple[Rollout, Scored]] = []
         self.failures = 0  # completions of all rounds on which a reward function failed
+
+    @property
+    def rounds(self) -> int:
+        """The number of rounds so far."""
+        return len(self._rounds)
 
     @property
     def missing(self) -> int:
         """The number of informative groups that are missing; 0 after the last round."""
         if self.rounds >= self._config.sampling_rounds:
             return 0
-        return max(0, self._config.prompts_per_step - sum(part.groups for part in self._kept))
+        size = self._config.group_size
+        found = sum(int(informative(scored, size).sum()) for _, scored in self._rounds)
+        return max(0, self._config.prompts_per_step - found)
 
     def prompts(self, train: list[Prompt], step: int) -> list[Prompt]:
         """Return the prompts of the next round, one per missing group, in this round's order."""
@@ -41,23 +44,20 @@ class SampledGroups:
 
     def add(self, sampled: Rollout, scored: Scored) -> None:
         """Add the completions of a round, each group in consecutive rows, and their rewards."""
-        self.rounds += 1
+        self._rounds.append((sampled, scored))
         self.failures += int(scored.failed.sum())
-        size = self._config.group_size
-        kept = informative(scored, size) | (self._config.sampling_rounds == 1)
-        of_group = torch.arange(len(scored.total)).view(-1, size)
-        for chosen, where in ((kept, self._kept), (~kept, self._spare)):
-            rows = of_group[chosen].flatten()
-            if len(rows):
-                where.append(_Round(sampled.rows(rows), scored.rows(rows), len(rows) // size))
 
     def batch(self) -> tuple[Rollout, Scored]:
         """Return the completions of the groups, and their rewards."""
-        count = self._config.prompts_per_step * self._config.group_size
-        parts = [*self._kept, *self._spare]
-        sampled = rollout.concatenate([part.sampled for part in parts])
-        scored = rewards.concatenate([part.scored for part in parts])
-        return sampled.rows(torch.arange(count)), scored.rows(torch.arange(count))
+        if self.rounds == 1:
+            return self._rounds[0]
+        sampled, scored = zip(*self._rounds, strict=True)
+        every, size = rewards.concatenate(scored), self._config.group_size
+        # those of each round in their order, and then what must fill up
+        order = (~informative(every, size)).int().argsort(stable=True)
+        of_group = torch.arange(len(every.total)).view(-1, size)
+        rows = of_group[order[: self._config.prompts_per_step]].flatten()
+        return rollout.concatenate(list(sampled)).rows(rows), every.rows(rows)
 
 
 def informative(scored: Scored, group_size: int) -> Tensor:
@@ -79,9 +79,3 @@ def compared(scored: Scored, config: GrpoConfig) -> Tensor:
         return scored.known
     size = config.group_size
     return scored.known & informative(scored, size).repeat_interleave(size)
-
-
-class _Round(NamedTuple):
-    sampled: Rollout
-    scored: Scored
-    groups: int
