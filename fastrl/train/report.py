@@ -19,8 +19,7 @@ import torch
 from fastrl.train.checkpoint import replace_file
 from fastrl.train.config import RunConfig
 from fastrl.train.loading import find_device
-
-Row = dict[str, float]
+from fastrl.train.records import Row
 
 _PHASES = ("generate", "score", "logprobs", "learn", "evaluate")
 _PANELS = {
@@ -44,6 +43,7 @@ _PANELS = {
     "share of completions": ("truncated", "left_out", "informative"),
 }
 _COLUMNS = 3  # of panels, which are as large as legends need
+_SHOWN = 30  # samples, the last ones
 _LONGEST = 20_000  # characters of a text on the page
 _LARGEST = 3e38  # the largest float32; matplotlib finds no ticks for much larger numbers
 
@@ -71,7 +71,7 @@ def write_report(
         title=f"{directory.name} · {config.loop}",
         facts=facts,
         curves=base64.b64encode(curves.read_bytes()).decode(),
-        samples=sorted(samples, key=lambda sample: -sample["step"]),
+        samples=sorted(samples[-_SHOWN:], key=lambda sample: -sample["step"]),
         phases=_phases(rows, memory=memory),
         memory=memory,
         settings=_settings(config),

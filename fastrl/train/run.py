@@ -21,8 +21,8 @@ from fastrl.train.phases import Phases
 from fastrl.train.policy import check_head, check_packing, completion_logprobs
 from fastrl.train.prompts import Prompt, digest, encode, read_records
 from fastrl.train.recomputation import save_memory
+from fastrl.train.records import Row
 from fastrl.train.remarks import ending_remark, evaluation_remark, remarks
-from fastrl.train.report import Row
 from fastrl.train.rewards import Rewards, Scored
 from fastrl.train.rollout import Completion, rollout_of
 from fastrl.train.run_log import RunLog, Summary
@@ -132,12 +132,12 @@ def training_run(
         hook = backbone(setup.model).register_forward_pre_hook(run.poll)
         failed = True
         try:
-            log.follow(run.step)
-            try:
-                yield run
-            except _Interrupted:
-                setup.model.zero_grad()
-            run.save()
+            with log.following(log.directory.name, setup.config.steps, run.step):
+                try:
+                    yield run
+                except _Interrupted:
+                    setup.model.zero_grad()
+                run.save()
             failed = False
         except Exception as error:
             run.rescue(error)
@@ -171,11 +171,11 @@ class TrainingRun:
             self.step = checkpoint.restore(resumed, self._parts)
         else:
             losses = warm_start(setup.model, setup.tokenizer, setup.train, config)
-            with log.stage("warm start", warm_start_steps(config)) as show:
+            with log.following("warm start", warm_start_steps(config)):
                 for i, loss in enumerate(losses, 1):
                     if self._interrupt.requested:
                         raise KeyboardInterrupt
-                    show(i, {"loss": loss})
+                    log.show(i, {"loss": loss})
             if config.lora_rank is not None and begins_changed(config):
                 checkpoint.store(
                     initial, lambda path: save_base(setup.model, setup.tokenizer, path)
@@ -263,11 +263,11 @@ class TrainingRun:
 
     def _measure_what_is_missing(self) -> None:
         """Evaluate before the first step, or if an interrupt prevented an evaluation."""
-        start, rows = self.phase.read(), self._log.rows
+        start, rows = self.phase.read(), self._log.metrics.rows
         if not rows:
             self._log.write({"step": self.step, **self._evaluate(), **start})
         elif self._is_evaluated(self.step) and "held_out_reward" not in rows[-1]:
-            self._log.rewrite(rows[-1] | self._evaluate())
+            self._log.metrics.replace_last(rows[-1] | self._evaluate())
 
     def save(self) -> None:
         """Save a checkpoint after the steps done so far.

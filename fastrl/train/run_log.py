@@ -7,8 +7,9 @@ import shlex
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,8 @@ from tqdm import tqdm
 from fastrl.train.checkpoint import latest, replace_file
 from fastrl.train.config import FREE, RunConfig
 from fastrl.train.prompts import Prompt
-from fastrl.train.report import Row, printable, write_report
+from fastrl.train.records import Records, Row
+from fastrl.train.report import printable, write_report
 from fastrl.train.trackers import Trackers
 
 SETTINGS = "config.json"
@@ -67,13 +69,12 @@ class RunLog:
     def __init__(self, config: RunConfig) -> None:
         self.config, self.directory = config, _directory(config)
         self.checkpoints = self.directory / "checkpoints"
-        self.rows: list[Row] = []
-        self.samples: list[dict[str, Any]] = []
+        self.metrics = Records(self.directory / "metrics.jsonl", self.say)
+        self.samples = Records(self.directory / "samples.jsonl", self.say)
         self._collected: list[dict[str, Any]] = []
         self._begun: dict[str, Any] = {}
         self._bar: _Progress | None = None
         self._reported = time.monotonic()
-        self._trackers: Trackers | None = None
         if config.resume:
             self._check_settings()
         self._lock = FileLock(self.directory / _LOCK, thread_local=False)
@@ -97,7 +98,7 @@ class RunLog:
             return None
         last = latest(self.checkpoints)
         if last is None:
-            if self._read("metrics.jsonl"):  # the first checkpoint is older than the first row
+            if self.metrics.read():  # the first checkpoint is older than the first row
                 raise ValueError(f"resume: {self.directory} has metrics, but no checkpoint")
             self.say(f"{self.checkpoints} holds no checkpoint; the run begins anew")
         elif (path := self.directory / _BEGUN_WITH).exists():
@@ -115,47 +116,39 @@ class RunLog:
 
     def begin(self, step: int) -> None:
         """Write the settings, and remove rows and samples after ``step``; -1 if the run is new."""
-        self._begun.setdefault("id", uuid.uuid4().hex[:12])
-        self.rows = self._keep("metrics.jsonl", step)
-        for sample in self._keep("samples.jsonl", step):
-            self._remember(sample)
+        self.metrics.keep(step)
+        self.samples.keep(step)
+        self._begun.setdefault("id", uuid.uuid4().hex[:12])  # of the run, for trackers
         for name, values in ((SETTINGS, self.config.to_json()), (_BEGUN_WITH, self._begun)):
             replace_file(self.directory / name, json.dumps(values, indent=2) + "\n")
         self._trackers = Trackers(self.config, self.directory, self._begun["id"], self.say)
 
-    @contextmanager
-    def stage(self, name: str, steps: int) -> Iterator[Callable[[int, Row], None]]:
-        """Show a bar for ``steps`` steps before the first one; yield the function to advance it."""
-        self._bar = _Progress(name, steps)
-        try:
-            yield self._bar.show
-        finally:
-            self._bar.close()
+    @cached_property
+    def _trackers(self) -> Trackers:
+        return Trackers(self.config, self.directory, self._begun.get("id", ""), self.say)
 
-    def follow(self, step: int) -> None:
-        """Show the bar of the run, with ``step`` steps done."""
-        self._bar = _Progress(printable(self.directory.name), self.config.steps, done=step)
+    @contextmanager
+    def following(self, name: str, steps: int, done: int = 0) -> Iterator[None]:
+        """Show a bar of ``steps`` steps, of which some are done."""
+        self._bar = _Progress(printable(name), steps, done)
+        with closing(self._bar):
+            yield
+
+    def show(self, step: int, row: Row) -> None:
+        """Advance the bar to a step, and show its numbers."""
+        if self._bar is not None:
+            self._bar.show(step, row)
 
     def write(self, row: Row) -> None:
-        """Append a row and the collected samples; advance the bar."""
-        self.rows.append(row)
-        self._append("metrics.jsonl", [row])
-        if self._trackers is not None:
-            self._trackers.write(row)
-        if self._bar is not None:
-            self._bar.show(int(row["step"]), row)
+        """Append a row and the collected samples, which the bar and the trackers show, too."""
+        self.metrics.add(row)
+        self._trackers.write(row)
+        self.show(int(row["step"]), row)
         collected, self._collected = self._collected, []
-        chosen = _chosen(collected, f"{self.config.seed} {row['step']}")
+        if chosen := _chosen(collected, f"{self.config.seed} {row['step']}"):
+            self.samples.add(*chosen)
         for sample in chosen:
-            self._remember(sample)
             self.say(_line(sample))
-        if chosen:
-            self._append("samples.jsonl", chosen)
-
-    def rewrite(self, row: Row) -> None:
-        """Replace the last row."""
-        self.rows[-1] = row
-        replace_file(self.directory / "metrics.jsonl", _lines(self.rows))
 
     def collect(
         self,
@@ -192,18 +185,15 @@ class RunLog:
         if not always and time.monotonic() - self._reported < _REPORT_SECONDS:
             return
         try:
-            write_report(self.directory, self.config, self.rows, self.samples)
+            write_report(self.directory, self.config, self.metrics.rows, self.samples.rows)
         except Exception as error:  # a plot must not end a run
             self.say(f"no report could be written: {type(error).__name__}: {error}")
         self._reported = time.monotonic()
 
     def finish(self, *, failed: bool) -> None:
-        """Close the bar, write the report, and complete the trackers."""
-        if self._bar is not None:
-            self._bar.close()
+        """Write the report, and complete the trackers."""
         self.report(always=True)
-        if self._trackers is not None:
-            self._trackers.close(failed=failed)
+        self._trackers.close(failed=failed)
 
     def close(self) -> None:
         """Let other processes use the directory, and remove it if it is new and empty."""
@@ -215,7 +205,8 @@ class RunLog:
 
     def summary(self, step: int, *, interrupted: bool) -> Summary:
         """Return how the run ended, from its log."""
-        measured = [row["held_out_reward"] for row in self.rows if "held_out_reward" in row]
+        rows = self.metrics.rows
+        measured = [row["held_out_reward"] for row in rows if "held_out_reward" in row]
         before, after = (measured[0], measured[-1]) if measured else (math.nan, math.nan)
         return Summary(self.directory, step, (before, after), interrupted)
 
@@ -231,35 +222,6 @@ class RunLog:
                 raise ValueError(
                     f"{name} must remain {before[name]!r} when a run is resumed, got {now[name]!r}"
                 )
-
-    def _remember(self, sample: dict[str, Any]) -> None:
-        self.samples = [*self.samples, sample][-30:]
-
-    def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        try:
-            with (self.directory / name).open("a") as file:
-                file.write(_lines(rows))
-        except OSError as error:
-            raise OSError(f"{name} could not be written: {error.strerror}") from error
-
-    def _keep(self, name: str, step: int) -> list[dict[str, Any]]:
-        """Remove the rows after ``step``, and return the others."""
-        kept = [row for row in self._read(name) if row["step"] <= step]
-        if (self.directory / name).exists():
-            replace_file(self.directory / name, _lines(kept))
-        return kept
-
-    def _read(self, name: str) -> list[dict[str, Any]]:
-        """Return the rows of a file, if it exists, without a line that an interruption cut."""
-        path = self.directory / name
-        rows = []
-        *lines, _ = path.read_text(errors="replace").split("\n") if path.exists() else [""]
-        for number, line in enumerate(lines, 1):
-            if (row := _row(line)) is None:
-                self.say(f"{path} line {number} is damaged; the run continues without it")
-            else:
-                rows.append(row)
-        return rows
 
 
 def read_settings(directory: Path) -> dict[str, Any]:
@@ -278,7 +240,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def last_run(loop: str) -> Path:
     """Return the unnamed run of a loop with the highest number, or ``runs/LOOP-1``."""
-    return Path("runs", f"{loop}-{max([1, *_numbers(loop, SETTINGS)])}")
+    return Path("runs", f"{loop}-{_highest(loop, SETTINGS) or 1}")
 
 
 def _directory(config: RunConfig) -> Path:
@@ -286,15 +248,15 @@ def _directory(config: RunConfig) -> Path:
         return Path(config.out)
     if config.resume:
         return last_run(config.loop)
-    taken = [*_numbers(config.loop, SETTINGS), *_numbers(config.loop, _LOCK)]
-    return Path("runs", f"{config.loop}-{max([0, *taken]) + 1}")
+    taken = max(_highest(config.loop, SETTINGS), _highest(config.loop, _LOCK))
+    return Path("runs", f"{config.loop}-{taken + 1}")
 
 
-def _numbers(loop: str, mark: str) -> list[int]:
-    """Return the numbers N of the directories ``runs/LOOP-N`` with a file ``mark``."""
+def _highest(loop: str, mark: str) -> int:
+    """Return the highest N of the directories ``runs/LOOP-N`` with a file ``mark``, or 0."""
     names = [path.parent.name for path in Path("runs").glob(f"{loop}-*/{mark}")]
     numbers = [name.removeprefix(f"{loop}-") for name in names]
-    return [int(number) for number in numbers if number.isdecimal()]
+    return max([0, *(int(number) for number in numbers if number.isdecimal())])
 
 
 class _Progress:
@@ -352,17 +314,3 @@ def _line(sample: Mapping[str, Any]) -> str:
 
 def _number(value: float | None) -> str:
     return "no reward" if value is None else f"{value:.3g}"
-
-
-def _row(line: str) -> dict[str, Any] | None:
-    """Return the row in a line, or None if it is damaged."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    numbers = isinstance(row, dict) and isinstance(row.get("held_out_reward", 0.0), (int, float))
-    return row if numbers and isinstance(row.get("step"), int) else None
-
-
-def _lines(rows: Sequence[Mapping[str, Any]]) -> str:
-    return "".join(json.dumps(row) + "\n" for row in rows)

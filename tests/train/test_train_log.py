@@ -79,7 +79,7 @@ def test_samples_are_the_best_the_worst_and_a_random_one_which_repeats(tmp_path,
         assert stored.replace("\n", "").isprintable()
         kept.append([json.loads(line) for line in stored.splitlines()])
     assert random.getstate() == state
-    assert kept[0] == kept[1] == run.samples
+    assert kept[0] == kept[1] == run.samples.rows
     assert [one["chosen"] for one in kept[0]] == ["best", "worst", "random"] * 2
     assert [one["completion"] for one in kept[0]][:2] == [texts[998], texts[0]]
     assert kept[0][2]["completion"] != kept[0][5]["completion"]
@@ -104,7 +104,7 @@ def test_samples_show_the_expected_answer_and_where_there_is_no_reward(tmp_path,
     ]
     run.collect(20, prompts[:1], ["x"], {"reward": rewards[:1], "own": rewards[:1]})
     run.write({"step": 20})
-    assert run.samples[-1] == {
+    assert run.samples.rows[-1] == {
         "step": 20,
         "prompt": "a",
         "completion": "x",
@@ -122,10 +122,10 @@ def test_without_a_terminal_there_are_few_lines(tmp_path, capsys, monkeypatch):
     """One per twentieth of the way, or after five minutes."""
     run, now = log(tmp_path / "a"), [0.0]
     monkeypatch.setattr("fastrl.train.run_log.time.monotonic", lambda: now[0])
-    run.follow(0)
-    for step in range(101):
-        now[0] += 301 if step == 77 else 0
-        run.write({"step": step, "reward": step / 1000})
+    with run.following("a", 1000):
+        for step in range(101):
+            now[0] += 301 if step == 77 else 0
+            run.write({"step": step, "reward": step / 1000})
     expected = [f"a {n}/1000 reward={n / 1000:.3g}" for n in (0, 50, 77, 100)]
     assert capsys.readouterr().err.splitlines() == expected
     monkeypatch.setattr("fastrl.train.run_log.write_report", lambda *_: 1 / 0)
