@@ -1,12 +1,11 @@
 """The settings: one dataclass per loop, whose fields are the options of the command line."""
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
 from fastrl import Objective
-from fastrl.train.centering import centered
 from fastrl.train.chat import chat_arguments
-from fastrl.train.setting_types import check_type
+from fastrl.train.setting_types import check_bounds, check_type
 
 #: Settings that may change on --resume: the finished steps do not depend on them.
 FREE = {
@@ -14,19 +13,6 @@ FREE = {
     *("save_minutes", "tokens_per_micro_batch", "tokens_per_generation", "gradient_checkpointing"),
     *("offload_checkpoints", "mlp_tile", "loss", "attention", "reward_timeout", "reward_failed"),
 }
-_ABOVE_0 = {
-    *("temperature", "learning_rate", "max_grad_norm", "reward_timeout", "gamma", "kl_target"),
-    *("stop_kl", "plan", "save_minutes", "top_p"),
-}
-_AT_LEAST = {
-    **dict.fromkeys(("seed", "warmup_steps", "warm_start_steps", "clip_low", "clip_high"), 0),
-    **dict.fromkeys(("kl_coef", "entropy_coef", "lam", "teacher_coef", "teacher_beta", "min_p"), 0),
-    **dict.fromkeys(("steps", "epochs", "minibatches", "prompts_per_step", "group_size"), 1),
-    **dict.fromkeys(("sampling_rounds", "max_prompt_tokens", "max_new_tokens", "mlp_tile"), 1),
-    **dict.fromkeys(("tokens_per_generation", "tokens_per_micro_batch", "lora_rank"), 1),
-    **dict.fromkeys(("eval_every", "save_every", "top_k", "score_centering"), 1),
-}
-_AT_MOST_1 = {"top_p", "min_p", "gamma", "lam", "teacher_beta"}
 
 
 @dataclass(kw_only=True)
@@ -187,16 +173,7 @@ class RunConfig:
             if isinstance(value, list):  # from a file
                 setattr(self, field.name, value := tuple(value))
             check_type(field.name, value, field.type)
-            if value is None:
-                continue
-            if field.name in _ABOVE_0 and not value > 0:
-                raise ValueError(f"{field.name} must be above 0, got {value}")
-            if value < _AT_LEAST.get(field.name, value):
-                raise ValueError(
-                    f"{field.name} must be at least {_AT_LEAST[field.name]}, got {value}"
-                )
-            if field.name in _AT_MOST_1 and value > 1:
-                raise ValueError(f"{field.name} must be at most 1, got {value}")
+            check_bounds(field.name, value)
         if self.seed >= 2**31:
             raise ValueError(f"seed must be below 2**31, got {self.seed}")
         if self.out is not None and not (self.out.strip() and self.out.isprintable()):
@@ -211,24 +188,22 @@ class RunConfig:
         self._check_memory()
 
     def _check_memory(self) -> None:
-        half_trained = self.weights == "bfloat16" and self.lora_rank is None
-        if self.rounding == "stochastic" and not half_trained:
+        nf4, stochastic = self.weights == "nf4", self.rounding == "stochastic"
+        if stochastic and (self.weights != "bfloat16" or self.lora_rank is not None):
             raise ValueError(
                 'rounding must be "master" unless bfloat16 weights are trained: others need no '
                 f"rounding; got weights={self.weights}, lora_rank={self.lora_rank}"
             )
-        if self.rounding == "stochastic" and self.optimizer == "adamw_offloaded":
+        if stochastic and self.optimizer == "adamw_offloaded":
             raise ValueError(
                 'rounding must be "master" with optimizer=adamw_offloaded: it keeps float32 copies'
             )
-        if self.weights == "nf4" and (
-            self.lora_rank is None or self.model is None or self.warm_start_steps
-        ):
+        if nf4 and (self.lora_rank is None or self.model is None or self.warm_start_steps):
             raise ValueError(
                 "weights=nf4 must be used with lora_rank, with a model and without "
                 "warm_start_steps, since weights of 4 bits cannot be trained"
             )
-        if self.weights == "nf4" and self.sampler == "vllm":
+        if nf4 and self.sampler == "vllm":
             raise ValueError(
                 "sampler must not be vllm with weights=nf4: vllm needs merged weights, and an "
                 "adapter cannot be merged into 4 bits"
@@ -259,6 +234,24 @@ class RunConfig:
     def dtype(self) -> str:
         """The dtype of the weights that are not quantized."""
         return self.precision if self.weights == "nf4" else self.weights
+
+    def _objective(self, preset: Any, **changes: Any) -> Objective:
+        """Return a preset with the clips, the entropy bonus and the centering of the settings."""
+        clips = {"clip_low": self.clip_low, "clip_high": self.clip_high}
+        changes |= {name: clip for name, clip in clips.items() if clip is not None}
+        objective = Objective.preset(preset, entropy_coef=self.entropy_coef, **changes)
+        if self.score_centering is None:
+            return objective
+        try:
+            objective = replace(objective, score_centering=True)
+        except ValueError as error:
+            raise ValueError(f"score_centering must be None with this objective: {error}") from None
+        if objective.surrogate != "reinforce" and (self.epochs, self.minibatches) != (1, 1):
+            raise ValueError(  # it would need an old policy
+                "score_centering must be None with several epochs or minibatches of a clipped "
+                f"objective, got epochs={self.epochs}, minibatches={self.minibatches}"
+            )
+        return objective
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings as JSON values, without `resume` and `plan`."""
@@ -329,14 +322,11 @@ class GrpoConfig(RunConfig):
 
     def policy_objective(self) -> Objective:
         """Return the preset with the given fields."""
-        clips = {"clip_low": self.clip_low, "clip_high": self.clip_high}
-        changes: dict[str, Any] = {k: v for k, v in clips.items() if v is not None}
         preset: Any = self.objective
+        changes: dict[str, Any] = {"teacher_coef": self.teacher_coef or 0.0}
         if Objective.preset(preset).aggregation == "seq-mean-token-sum-norm":
             changes["length_norm"] = float(self.max_new_tokens)  # the same for every batch
-        changes |= {"kl_coef": self.kl_coef, "entropy_coef": self.entropy_coef}
-        objective = Objective.preset(preset, teacher_coef=self.teacher_coef or 0.0, **changes)
-        return centered(objective, self.score_centering, (self.epochs, self.minibatches))
+        return self._objective(preset, kl_coef=self.kl_coef, **changes)
 
 
 @dataclass(kw_only=True)
@@ -392,7 +382,4 @@ class PpoConfig(RunConfig):
 
     def policy_objective(self) -> Objective:
         """Return the clipped loss of PPO; its KL is in the rewards."""
-        clips = {"clip_low": self.clip_low, "clip_high": self.clip_high}
-        changes: dict[str, Any] = {k: v for k, v in clips.items() if v is not None}
-        ppo = Objective.preset("ppo", entropy_coef=self.entropy_coef, **changes)
-        return centered(ppo, self.score_centering, (self.epochs, self.minibatches))
+        return self._objective("ppo")

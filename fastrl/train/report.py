@@ -55,10 +55,11 @@ def write_report(
     import jinja2
 
     curves = directory / "curves.png"
-    facts = _facts(config, rows)
+    facts, phases = _facts(config, rows), _phases(rows)
     memory = find_device(config.device).type != "cpu"  # there it is the process's in every phase
     if not memory:
-        facts["Peak memory of the process, GB"] = f"{max(_peaks(rows), default=math.nan):.2f}"
+        peak = max((peak for *_, peak in phases), default=0.0) or math.nan
+        facts["Peak memory of the process, GB"] = f"{peak:.2f}"
         rows = [{k: v for k, v in row.items() if not k.startswith("peak_gb_")} for row in rows]
     draw(rows, curves)
     environment = jinja2.Environment(
@@ -72,7 +73,8 @@ def write_report(
         facts=facts,
         curves=base64.b64encode(curves.read_bytes()).decode(),
         samples=sorted(samples[-_SHOWN:], key=lambda sample: -sample["step"]),
-        phases=_phases(rows, memory=memory),
+        phases=phases,
+        seconds=sum(seconds for _, seconds, _ in phases) or 1.0,
         memory=memory,
         settings=_settings(config),
     )
@@ -141,7 +143,7 @@ def _facts(config: RunConfig, rows: Sequence[Row]) -> dict[str, str]:
     facts = {
         "Model": config.model or "small new model",
         "Steps": f"{int(rows[-1]['step']) if rows else 0} of {config.steps}",
-        "Minutes": f"{sum(seconds for _, seconds, _ in _measured(rows)) / 60:.1f}",
+        "Minutes": f"{sum(seconds for _, seconds, _ in _phases(rows)) / 60:.1f}",
     }
     if measured:
         facts["Held-out reward before"] = f"{measured[0]['held_out_reward']:.3f}"
@@ -151,11 +153,7 @@ def _facts(config: RunConfig, rows: Sequence[Row]) -> dict[str, str]:
     return {**facts, "Versions": f"Python {platform.python_version()}, {versions}"}
 
 
-def _peaks(rows: Sequence[Row]) -> list[float]:
-    return [value for row in rows for key, value in row.items() if key.startswith("peak_gb_")]
-
-
-def _measured(rows: Sequence[Row]) -> list[tuple[str, float, float]]:
+def _phases(rows: Sequence[Row]) -> list[tuple[str, float, float]]:
     """Return name, seconds and peak memory in GB of each phase, the longest phase first."""
     keys = dict.fromkeys(key for row in rows for key in row if key.startswith("seconds_"))
     phases = [
@@ -167,15 +165,6 @@ def _measured(rows: Sequence[Row]) -> list[tuple[str, float, float]]:
         for name in (key.removeprefix("seconds_") for key in keys)
     ]
     return sorted(phases, key=lambda phase: -phase[1])
-
-
-def _phases(rows: Sequence[Row], *, memory: bool) -> list[tuple[str, ...]]:
-    phases = _measured(rows)
-    total = sum(seconds for _, seconds, _ in phases) or 1.0
-    return [
-        (name, f"{seconds:,.1f}", f"{seconds / total:.1%}", *([f"{peak:.2f}"] if memory else []))
-        for name, seconds, peak in phases
-    ]
 
 
 def _settings(config: RunConfig) -> list[tuple[str, str, str]]:
