@@ -79,27 +79,26 @@ class Chat:
             )
         )
 
+    def _written(self, *messages: tuple[str, str], generate: bool = False) -> str:
+        """Return a conversation as text, or nothing from a template that refuses it."""
+        said = [{"role": role, "content": text} for role, text in messages]
+        try:
+            return self.render(said, generate=generate)
+        except Exception:  # templates are programs
+            return ""
+
     def _turn_end(self) -> str:
         """Return what the template writes behind an answer, such as ``<|im_end|>``."""
-        asked, said = ({"role": role, "content": _SAID} for role in ("user", "assistant"))
-        try:
-            return self.render([asked, said], generate=False).rpartition(_SAID)[2]
-        except Exception:  # templates are programs, and some refuse such a conversation
-            return ""
+        return self._written(("user", _SAID), ("assistant", _SAID)).rpartition(_SAID)[2]
 
     def _prefill(self) -> str:
         """Return what the template writes behind the header of the answer, such as ``<think>``.
 
         A message of the assistant in the middle of a conversation has the header alone.
         """
-        asked, said = ({"role": role, "content": _SAID} for role in ("user", "assistant"))
-        asked["content"] = "?"
-        try:
-            begun = self.render([asked])
-            whole = self.render([asked, said, asked], generate=False)
-        except Exception:  # templates are programs, and some refuse such a conversation
-            return ""
-        header, found, _ = whole.partition(_SAID)
+        asked = ("user", "?")
+        begun = self._written(asked, generate=True)
+        header, found, _ = self._written(asked, ("assistant", _SAID), asked).partition(_SAID)
         return begun[len(header) :] if found and begun.startswith(header) else ""
 
 

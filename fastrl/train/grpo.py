@@ -68,14 +68,7 @@ def train(config: GrpoConfig) -> Summary:
             # Sample a group of completions for each prompt, and reward them.
             sampled = SampledGroups(config)
             while sampled.missing:
-                prompts = sampled.prompts(setup.train, step)
-                with run.phase("generate"):
-                    part, completions = setup.sampler.sample(prompts, size)
-                asked = [prompt for prompt in prompts for _ in range(size)]
-                with run.phase("score"):
-                    scored = setup.rewards.score(asked, completions, part.lengths)
-                run.show(asked, completions, scored)
-                sampled.add(part, scored)
+                sampled.add(*run.sample(sampled.prompts(setup.train, step)))
             rollout, scored = sampled.batch()
             rewards = scored.total.to(model.device)
 

@@ -1,9 +1,9 @@
 """Completions from the user's own rollout function, checked before training on them."""
 
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from fastrl import KeptTokens, Objective, TopKLogprobs
 from fastrl.ops._companions.sampler_arguments import check_sampler, sampler_arguments
@@ -41,9 +41,14 @@ def checked_completion(
             f"sampler must return at most {context - len(prompt)} tokens for a prompt of "
             f"{len(prompt)}, since the model's context is {context}, got {len(ids)}"
         )
+    of_ids, every = ids.cpu(), torch.ones(len(ids), dtype=torch.bool)
     kept = getattr(one, "kept", None)
     if kept is not None:
-        kept = _checked_kept(kept, ids, vocabulary)
+        kept = _checked(
+            kept,
+            "kept tokens that fit",
+            lambda sets: check_kept(kept_arguments(sets, of_ids), every, vocabulary),
+        )
     of_sampler = slice(None) if sampled is None else sampled.cpu()
     if config.keeps_tokens and not greedy:
         if kept is None or bool((kept.counts() == 0)[of_sampler].any()):
@@ -52,7 +57,7 @@ def checked_completion(
                 "sampled with top_p, top_k or min_p: without them the trainer's "
                 "log-probabilities are over the whole vocabulary, and every ratio is biased"
             )
-        lacking = kept.lacking(ids.cpu())[of_sampler]
+        lacking = kept.lacking(of_ids)[of_sampler]
         if lacking.sum() > max(1, 0.1 * len(lacking)):  # by rounding, one of thousands
             raise ValueError(
                 "sampler must return kept tokens that contain the sampled token, got "
@@ -60,32 +65,22 @@ def checked_completion(
             )
     top = None
     if config.score_centering is not None and not greedy:
-        top = _checked_top(getattr(one, "top_logprobs", None), ids.cpu(), vocabulary)
+        objective = Objective(score_centering=True)
+        top = _checked(
+            getattr(one, "top_logprobs", None),
+            "the most likely tokens (Completion.top_logprobs) with score_centering",
+            lambda top: check_sampler(
+                sampler_arguments(top, objective, None, of_ids), every, vocabulary
+            ),
+        )
     return Completion(ids, logprobs, ended, sampled, kept, top)
 
 
-def _checked_top(top: object, ids: Tensor, vocabulary: int) -> TopKLogprobs:
-    """Return the most likely tokens [T, K] of the sampler from a user's function."""
+def _checked(value: Any, what: str, check: Callable[[Any], None]) -> Any:
+    """Return what a user's function gave for each token, on the CPU, where values are checked."""
     try:
-        if isinstance(top, TopKLogprobs):
-            top = top.to("cpu")  # where values are checked
-        arguments = sampler_arguments(top, Objective(score_centering=True), None, ids)
-        check_sampler(arguments, torch.ones(len(ids), dtype=torch.bool), vocabulary)
+        value = value.to("cpu") if isinstance(value, (KeptTokens, TopKLogprobs)) else value
+        check(value)
     except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(
-            "sampler must return the most likely tokens (Completion.top_logprobs) with "
-            f"score_centering: {error}"
-        ) from error
-    return cast("TopKLogprobs", top)
-
-
-def _checked_kept(kept: object, ids: Tensor, vocabulary: int) -> KeptTokens:
-    """Return the sets of the tokens ``ids`` [T] from a user's function."""
-    try:
-        if isinstance(kept, KeptTokens):
-            kept = kept.to("cpu")  # where values are checked
-        arguments = kept_arguments(kept, ids.cpu())
-        check_kept(arguments, torch.ones(len(ids), dtype=torch.bool), vocabulary)
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"sampler must return kept tokens that fit: {error}") from error
-    return cast("KeptTokens", kept)
+        raise ValueError(f"sampler must return {what}: {error}") from error
+    return value

@@ -29,7 +29,8 @@ from fastrl.integrations.transformers.by_sequence import BY_SEQUENCE
 from fastrl.train.config import PpoConfig, RunConfig
 from fastrl.train.loading import autocast
 from fastrl.train.packing import PackedBatch, micro_batches
-from fastrl.train.rollout import Rollout
+from fastrl.train.prompts import Prompt
+from fastrl.train.rollout import Completion, Rollout, rollout_of
 from fastrl.train.vocabulary import limited, row_count, row_limit
 
 
@@ -217,19 +218,13 @@ def _logprobs(model: Any, rollout: Rollout, config: RunConfig) -> torch.Tensor:
 
 def _sequences(model: Any) -> tuple[Rollout, Rollout]:
     """Return three sequences, longest first, and a copy with another first completion."""
-    generator = torch.Generator().manual_seed(0)
     tokens = row_count(model)
-    ids = torch.randint(tokens, (3, 6), generator=generator)
-    lengths = torch.tensor([[6], [3], [5]], device=model.device)
-
-    first = Rollout(
-        prompts=[ids[0, :4].tolist(), ids[1, :2].tolist()],
-        prompt_of=torch.tensor([0, 1, 0]),
-        token_ids=ids.to(model.device),
-        mask=torch.arange(6, device=model.device) < lengths,
-        logprobs=torch.zeros(3, 6, dtype=torch.float32, device=model.device),
-        truncated=torch.zeros(3, dtype=torch.bool, device=model.device),
-    )
+    ids = torch.randint(tokens, (3, 6), generator=torch.Generator().manual_seed(0))
+    completions = [
+        Completion(own[:n], torch.zeros(n), True) for own, n in zip(ids, (6, 5, 3), strict=True)
+    ]
+    prompts = [Prompt({}, ids[0, :4].tolist()), Prompt({}, ids[1, :2].tolist())]
+    first = rollout_of(prompts, completions, model.device, [2, 1])
     changed = first.token_ids.clone()
     changed[0] = (changed[0] + 1 + torch.arange(6, device=model.device)) % tokens
     return first, first._replace(token_ids=changed)

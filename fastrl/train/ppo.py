@@ -51,7 +51,7 @@ def train(config: PpoConfig) -> Summary:
         >>> summary = train(PpoConfig(steps=200, out="runs/first"))  # doctest: +SKIP
     """
     setup = prepare(config)
-    model, size = setup.model, config.group_size
+    model = setup.model
     correction = rollout_correction(config)
     objective = replace(config.policy_objective(), rollout_correction=correction)
     critic = ValueModel(model, config) if config.has_values else None
@@ -72,14 +72,8 @@ def train(config: PpoConfig) -> Summary:
         for step in run.steps():
             # Sample completions for each prompt, and reward them.
             count, seed = config.prompts_per_step, config.seed
-            prompts = deal(setup.train, count=count, step=step, seed=seed)
-            with run.phase("generate"):
-                rollout, completions = setup.sampler.sample(prompts, size)
-            asked = [prompt for prompt in prompts for _ in range(size)]
-            with run.phase("score"):
-                scored = setup.rewards.score(asked, completions, rollout.lengths)
+            rollout, scored = run.sample(deal(setup.train, count=count, step=step, seed=seed))
             rewards = scored.total.to(model.device)
-            run.show(asked, completions, scored)
 
             # Values and log-probabilities of the policy that sampled, and of the reference.
             everything = torch.arange(len(rewards))

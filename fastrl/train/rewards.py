@@ -32,18 +32,18 @@ _SECONDS = 5.0  # for math-verify, whose slowest answers would not end
 RewardFunction = Callable[[list[str], list[str], list[Record]], Sequence[float | None]]
 
 
-class Completions(NamedTuple):
-    """N completions, and the data by which functions judge them."""
+class Judged(NamedTuple):
+    """A completion, and the data by which functions judge it."""
 
-    prompts: list[str]
-    texts: list[str]
-    records: list[Record]
-    lengths: list[int]  # tokens
+    prompt: str
+    text: str
+    record: Record
+    length: int  # tokens
 
 
 #: A function as it is called here: returns a reward for each completion, NaN if it gives none, or
 #: why it failed.
-Judge = Callable[[Completions], list[float | Failure]]
+Judge = Callable[[list[Judged]], list[float | Failure]]
 
 
 class Scored(NamedTuple):
@@ -121,10 +121,12 @@ class Rewards:
             RewardError: A function raised, took too long, or returned a wrong number of rewards or
                 a reward that is not finite, and there is no ``reward_failed``.
         """
-        made = [(i, text) for i, text in enumerate(completions) if text is not None]
-        rows, texts = [i for i, _ in made], [text for _, text in made]
-        asked, records = [prompts[i].text for i in rows], [prompts[i].judged for i in rows]
-        given = Completions(asked, texts, records, [lengths[i] for i in rows])
+        made = {i: text for i, text in enumerate(completions) if text is not None}
+        rows, asked = list(made), [prompts[i] for i in made]
+        given = [
+            Judged(prompt.text, text, prompt.judged, lengths[i])
+            for (i, text), prompt in zip(made.items(), asked, strict=True)
+        ]
         failed = torch.zeros(len(prompts), dtype=torch.bool)
         total, unshaped = torch.zeros(2, len(prompts), dtype=torch.float64)
         known = torch.full((len(prompts),), not self._judges)
@@ -187,12 +189,11 @@ class Rewards:
                         f"{_quoted(prompt.text)}"
                     )
         few = prompts[:: -(-len(prompts) // _PROBED)]
-        texts, records = [prompt.text for prompt in few], [prompt.judged for prompt in few]
+        given = [Judged(prompt.text, "", prompt.judged, 1) for prompt in few]
         for name in self._judges:
-            given = Completions(texts, [""] * len(few), records, [1] * len(few))
             failures = self._outcomes(name, given)[1]
             if len(failures) == len(few):
-                raise self._error(name, failures[0], given, 0)
+                raise _error(name, failures[0], given[0])
 
     def close(self) -> None:
         """End the processes of functions; a later call starts new ones."""
@@ -227,7 +228,7 @@ class Rewards:
             return partial(_by_math_verify, self._workers[path])
         if path == "overlong":
             longest = config.max_new_tokens
-            return lambda given: list(overlong(given.lengths, longest))
+            return lambda given: list(overlong([one.length for one in given], longest))
         if path.startswith("model:"):
             if self.model is not None:
                 raise ValueError("reward must name one reward model at most")
@@ -239,23 +240,22 @@ class Rewards:
         self._workers[path] = Workers(source_of(path), config.reward_timeout)
         return partial(_in_workers, self._workers[path])
 
-    def _outcomes(self, name: str, given: Completions) -> tuple[Tensor, dict[int, Failure]]:
+    def _outcomes(self, name: str, given: list[Judged]) -> tuple[Tensor, dict[int, Failure]]:
         """Return the rewards of a function, float64 [N], and its failures by index."""
-        rewards = torch.empty(len(given.texts), dtype=torch.float64)
-        failures: dict[int, Failure] = {}
-        for i, outcome in enumerate(self._judges[name](given) if given.texts else ()):
-            if isinstance(outcome, Failure):
-                failures[i] = outcome
-                if self._failed is None:
-                    raise self._error(name, outcome, given, i)
-            rewards[i] = self._failed if isinstance(outcome, Failure) else outcome  # type: ignore[assignment]
-        return rewards, failures
+        found = self._judges[name](given) if given else []
+        failures = {i: one for i, one in enumerate(found) if isinstance(one, Failure)}
+        if failures and self._failed is None:
+            first = min(failures)
+            raise _error(name, failures[first], given[first])
+        rewards = [self._failed if isinstance(one, Failure) else one for one in found]
+        return torch.tensor(rewards, dtype=torch.float64), failures
 
-    def _error(self, name: str, failure: Failure, given: Completions, i: int) -> RewardError:
-        where = f"for {_quoted(given.prompts[i])} -> {_quoted(given.texts[i])}"
-        error: Any = RewardError(f"reward {name}: {failure.reason}, {where}")
-        error.__notes__ = [failure.trace] if failure.trace else []
-        return error  # type: ignore[no-any-return]
+
+def _error(name: str, failure: Failure, given: Judged) -> RewardError:
+    where = f"for {_quoted(given.prompt)} -> {_quoted(given.text)}"
+    error: Any = RewardError(f"reward {name}: {failure.reason}, {where}")
+    error.__notes__ = [failure.trace] if failure.trace else []
+    return error  # type: ignore[no-any-return]
 
 
 def exact_match(prompts: list[str], completions: list[str], records: list[Record]) -> list[float]:
@@ -295,30 +295,29 @@ def _weighted(text: str) -> tuple[str, float]:
     return name or text, weight
 
 
-def _in_this_process(function: RewardFunction, given: Completions) -> list[float | Failure]:
+def _in_this_process(function: RewardFunction, given: list[Judged]) -> list[float | Failure]:
     """Call a function with all completions at once, or if it raises, with each one alone."""
     try:
         return _checked(function, given)
     except (Exception, SystemExit) as error:  # a user's function may raise anything
-        if len(given.texts) == 1:
+        if len(given) == 1:
             return [reward_calls.failure(error)]
-    rows = zip(given.prompts, given.texts, given.records, given.lengths, strict=True)
-    alone = [_in_this_process(function, Completions([p], [t], [r], [n])) for p, t, r, n in rows]
-    if any(isinstance(one, Failure) for (one,) in alone):
-        return [one for (one,) in alone]
+    alone = [_in_this_process(function, [one])[0] for one in given]
+    if any(isinstance(one, Failure) for one in alone):
+        return alone
     try:  # it may fail only on several, or pass now
         return _checked(function, given)
     except (Exception, SystemExit) as error:
-        return [reward_calls.failure(error)] * len(given.texts)
+        return [reward_calls.failure(error)] * len(given)
 
 
-def _in_workers(workers: Workers, given: Completions) -> list[float | Failure]:
+def _in_workers(workers: Workers, given: list[Judged]) -> list[float | Failure]:
     """Call a function with one completion at a time, in processes that can be killed."""
-    found = workers.call(list(zip(given.prompts, given.texts, given.records, strict=True)))
+    found = workers.call([one[:3] for one in given])
     return [one if isinstance(one, Failure) else _number(one[0]) for one in found]
 
 
-def _by_math_verify(workers: Workers, given: Completions) -> list[float | Failure]:
+def _by_math_verify(workers: Workers, given: list[Judged]) -> list[float | Failure]:
     """Return 0 for what cannot be compared in time: the answers were, before the run."""
     found = _in_workers(workers, given)
     late = [isinstance(one, Failure) and one.late for one in found]
@@ -326,9 +325,9 @@ def _by_math_verify(workers: Workers, given: Completions) -> list[float | Failur
     return [0.0 if slow else one for slow, one in zip(late, found, strict=True)]
 
 
-def _checked(function: RewardFunction, given: Completions) -> list[float | Failure]:
-    values = reward_calls.call(function, given.prompts, given.texts, given.records)
-    return [_number(value) for value in values]
+def _checked(function: RewardFunction, given: list[Judged]) -> list[float | Failure]:
+    columns = ([one[i] for one in given] for i in range(3))
+    return [_number(value) for value in reward_calls.call(function, *columns)]
 
 
 def _number(value: Any) -> float | Failure:

@@ -24,7 +24,7 @@ from fastrl.train.recomputation import save_memory
 from fastrl.train.records import Row
 from fastrl.train.remarks import ending_remark, evaluation_remark, remarks
 from fastrl.train.rewards import Rewards, Scored
-from fastrl.train.rollout import Completion, rollout_of
+from fastrl.train.rollout import Completion, Rollout, rollout_of
 from fastrl.train.run_log import RunLog, Summary
 from fastrl.train.sampling import Sampler
 from fastrl.train.second_models import Reference, TeacherModel
@@ -94,9 +94,8 @@ def prepare(config: RunConfig) -> Setup:
         optimizers.make_optimizer(model.parameters(), config)  # a missing one fails here
         sampler = Sampler(model, tokenizer, config)
         log.say(f"a completion ends with {sampler.endings}")
-        for line in ending_remark(train, tokenizer, sampler.endings):
-            log.say(line)
-        for line in evaluation_remark(held_out, config) if rewards else ():
+        evaluation = evaluation_remark(held_out, config) if rewards else ()
+        for line in (*ending_remark(train, tokenizer, sampler.endings), *evaluation):
             log.say(line)
         unless_prepared.pop_all()
     parts = model, tokenizer, train, held_out, rewards, teacher, sampler
@@ -211,6 +210,17 @@ class TrainingRun:
         except FloatingPointError:
             self._between_steps = whole
             raise
+
+    def sample(self, prompts: list[Prompt]) -> tuple[Rollout, Scored]:
+        """Sample a group of completions for each prompt, and reward them."""
+        setup, size = self._setup, self._config.group_size
+        with self.phase("generate"):
+            rollout, completions = setup.sampler.sample(prompts, size)
+        asked = [prompt for prompt in prompts for _ in range(size)]
+        with self.phase("score"):
+            scored = setup.rewards.score(asked, completions, rollout.lengths)
+        self.show(asked, completions, scored)
+        return rollout, scored
 
     def show(
         self, prompts: Sequence[Prompt], completions: Sequence[str | None], scored: Scored
