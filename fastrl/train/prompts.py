@@ -84,22 +84,23 @@ def encode(records: list[Record], tokenizer: Any, config: RunConfig) -> list[Pro
         ValueError: Every prompt is longer, or one cannot be tokenized, or there is no chat
             template, or the template does not read an argument.
     """
-    prompts, chat, shortest = [], None, None
+    templated = config.chat_template is not None
+    talks = templated or not all(isinstance(record["prompt"], str) for record in records)
+    template = Chat(tokenizer, config.chat_template) if talks else None
+    prompts, shortest = [], None
     for record in records:
         prompt, prefill, turn_end = record["prompt"], "", ""
-        chats = config.chat_template is not None or not isinstance(prompt, str)
-        if chats and chat is None:
-            chat = Chat(tokenizer, config.chat_template)
+        chat = template if templated or not isinstance(prompt, str) else None
         try:
-            text = chat.render(prompt) if chats and chat is not None else prompt
-            token_ids = tokenizer(text, add_special_tokens=not chats)["input_ids"]
+            text = prompt if chat is None else chat.render(prompt)
+            token_ids = tokenizer(text, add_special_tokens=chat is None)["input_ids"]
         except Exception as error:  # templates are programs, and tokenizers raise nothing narrower
             raise ValueError(
                 f"prompts: {str(prompt)[:80]!r} cannot be tokenized: {_reason(error)}"
             ) from error
         if not token_ids:
             raise ValueError(f"prompts: {str(prompt)[:80]!r} has no tokens")
-        if chats and chat is not None:
+        if chat is not None:
             prefill = chat.prefill if text.endswith(chat.prefill) else ""
             turn_end = chat.turn_end
         if prefill and "prefill" in record:

@@ -27,7 +27,7 @@ def warm_start_steps(config: RunConfig) -> int:
     """Return the number of supervised steps at the start."""
     if config.warm_start_steps is not None:
         return config.warm_start_steps
-    return _OF_TASK[config.prompts[0]][0] if _is_new(config) else 0
+    return 0 if config.model else _OF_TASK.get(config.prompts[0], (0, 0))[0]
 
 
 def warm_start_prompts(config: RunConfig) -> int:
@@ -135,7 +135,3 @@ def _end(tokenizer: Any, prompt: Prompt, ends: list[int]) -> int:
     """Return the end of a turn in the chat template, or of a text."""
     behind = [*_token_ids(tokenizer, [prompt.turn_end])[0], tokenizer.eos_token_id, *ends]
     return next(int(token) for token in behind if token in ends)
-
-
-def _is_new(config: RunConfig) -> bool:
-    return config.model is None and config.prompts[0] in _OF_TASK
