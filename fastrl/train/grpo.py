@@ -23,7 +23,7 @@ from fastrl.train.metrics import MetricMeans, lengths, reward_std, sampler_kl
 from fastrl.train.optimizers import make_optimizer
 from fastrl.train.packing import minibatches, normalizer
 from fastrl.train.policy import batches, completion_logprobs, policy_loss, policy_outputs
-from fastrl.train.run import prepare, training_run
+from fastrl.train.run import TrainingRun
 from fastrl.train.run_log import Summary
 from fastrl.train.sampling import rollout_correction
 
@@ -56,19 +56,19 @@ def train(config: GrpoConfig) -> Summary:
         >>> from fastrl.train.grpo import GrpoConfig, train
         >>> summary = train(GrpoConfig(steps=200, out="runs/first"))  # doctest: +SKIP
     """
-    setup = prepare(config)
-    model, teacher, size = setup.model, setup.teacher, config.group_size
+    run = TrainingRun(config)
+    model, teacher, size = run.model, run.teacher, config.group_size
     correction = rollout_correction(config) if config.has_reward else None
     objective = replace(config.policy_objective(), rollout_correction=correction)
     advantage = config.advantage or ("unscaled" if config.objective == "dr_grpo" else "group")
     optimizer = make_optimizer(model.parameters(), config)
 
-    with training_run(setup, {"optimizer": optimizer}) as run:
+    with run.saved({"optimizer": optimizer}):
         for step in run.steps():
             # Sample a group of completions for each prompt, and reward them.
             sampled = SampledGroups(config)
             while sampled.missing:
-                sampled.add(*run.sample(sampled.prompts(setup.train, step)))
+                sampled.add(*run.sample(sampled.prompts(run.train, step)))
             rollout, scored = sampled.batch()
             rewards = scored.total.to(model.device)
 
@@ -138,11 +138,11 @@ def train(config: GrpoConfig) -> Summary:
                 spread = {**reward_std(scored), "informative": share}
             run.finish_step(
                 {
-                    **setup.rewards.means(scored, failures=sampled.failures),
+                    **run.rewards.means(scored, failures=sampled.failures),
                     **spread,
                     "sampling_rounds": sampled.rounds,
                     **metrics.read(),
-                    **lengths(rollout, setup.sampler.engine.computed()),
+                    **lengths(rollout, run.sampler.engine.computed()),
                     "left_out": 1 - len(learned) / len(rewards),
                     "grad_norm": fmean(norms or [0.0]),
                 }

@@ -22,7 +22,7 @@ from fastrl.train.optimizers import make_optimizer
 from fastrl.train.packing import minibatches, normalizer
 from fastrl.train.policy import batches, completion_logprobs, policy_loss, policy_outputs
 from fastrl.train.prompts import deal
-from fastrl.train.run import prepare, training_run
+from fastrl.train.run import TrainingRun
 from fastrl.train.run_log import Summary
 from fastrl.train.sampling import rollout_correction
 from fastrl.train.second_models import ValueModel, rollout_values_and_logprobs
@@ -50,8 +50,8 @@ def train(config: PpoConfig) -> Summary:
         >>> from fastrl.train.ppo import PpoConfig, train
         >>> summary = train(PpoConfig(steps=200, out="runs/first"))  # doctest: +SKIP
     """
-    setup = prepare(config)
-    model = setup.model
+    run = TrainingRun(config)
+    model = run.model
     correction = rollout_correction(config)
     objective = replace(config.policy_objective(), rollout_correction=correction)
     critic = ValueModel(model, config) if config.has_values else None
@@ -68,11 +68,11 @@ def train(config: PpoConfig) -> Summary:
         if critic is not None:
             critic.follow(model)
 
-    with training_run(setup, parts, warm_started=follow) as run:
+    with run.saved(parts, warm_started=follow):
         for step in run.steps():
             # Sample completions for each prompt, and reward them.
             count, seed = config.prompts_per_step, config.seed
-            rollout, scored = run.sample(deal(setup.train, count=count, step=step, seed=seed))
+            rollout, scored = run.sample(deal(run.train, count=count, step=step, seed=seed))
             rewards = scored.total.to(model.device)
 
             # Values and log-probabilities of the policy that sampled, and of the reference.
@@ -144,11 +144,11 @@ def train(config: PpoConfig) -> Summary:
                     norms.append(run.apply(optimizer))
 
             row = {
-                **setup.rewards.means(scored),
+                **run.rewards.means(scored),
                 **reward_std(scored),
                 **metrics.read(),
                 "kl_coef": penalty.coefficient,
-                **lengths(rollout, setup.sampler.engine.computed()),
+                **lengths(rollout, run.sampler.engine.computed()),
                 "grad_norm": fmean(norms or [0.0]),
                 "updates": len(norms),
             }

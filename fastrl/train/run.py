@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -34,154 +34,134 @@ from fastrl.train.warm_start import check_warm_start, warm_start, warm_start_ste
 _FAR = 0.1  # nats per token; in bfloat16 sampler and trainer differ by less than a hundredth
 
 
-class Setup(NamedTuple):
-    """The inputs of a loop: model, prompts, rewards and the log of the run."""
+class TrainingRun:
+    """A run: model, prompts, rewards and log, all checked and loaded at first; and its state.
 
-    config: RunConfig
-    log: RunLog
-    model: Any
-    tokenizer: Any
-    train: list[Prompt]
-    held_out: list[Prompt]
-    rewards: Rewards
-    teacher: TeacherModel | None
-    sampler: Sampler
-    resumed_from: Path | None
-
-
-def prepare(config: RunConfig) -> Setup:
-    """Check and load everything that ``config`` names; lock the directory of the run.
+    The directory of the run is locked until the end of `saved`.
 
     Raises:
         ValueError: The run would stop later, because of a missing file, prompts that are too long,
             a reward that does not exist or returns a wrong type, damaged weights, prompts that
             changed since the run began, or another process in the same directory.
     """
-    if config.model is not None:  # a run goes on, the checkpoint remains what it is
-        config = replace(config, model=model_path(config.model))
-    log = RunLog(config)
-    with ExitStack() as unless_prepared:
-        unless_prepared.callback(log.close)
-        resumed_from = log.checkpoint_to_resume()
-        device = find_device(config.device)
-        records = read_records(config)
-        checkpoint.seed_all(config.seed)
-        model, tokenizer = load_policy(config, device, log, resumed_from)
-        check_head(model, config)
-        train, held_out = (encode(some, tokenizer, config) for some in records)
-        for line in remarks(records, train, held_out, tokenizer, config):
-            log.say(line)
-        check_tokens(model, tokenizer, train + held_out)
-        check_length(model, train + held_out, config.max_new_tokens)
-        if resumed_from is None:
-            check_warm_start(train, tokenizer, config)
-        rewards = Rewards(config, device)
-        unless_prepared.callback(rewards.close)
-        for prompts in (train, held_out):
-            rewards.probe(prompts)  # a broken function fails here
-        teacher = None
-        if isinstance(config, GrpoConfig) and config.teacher is not None:
-            teacher = TeacherModel(config, model, tokenizer)
-            check_length(teacher.model, train + held_out, config.max_new_tokens)
-        log.begun_with(
-            prompts=digest(records[0]),
-            held_out=digest(records[1]),
-            reward_model=None if rewards.model is None else fingerprint(rewards.model.model),
-            teacher=None if teacher is None else fingerprint(teacher.model),
-        )
-        save_memory(model, config)
-        check_packing(model, config)
-        optimizers.make_optimizer(model.parameters(), config)  # a missing one fails here
-        sampler = Sampler(model, tokenizer, config)
-        log.say(f"a completion ends with {sampler.endings}")
-        evaluation = evaluation_remark(held_out, config) if rewards else ()
-        for line in (*ending_remark(train, tokenizer, sampler.endings), *evaluation):
-            log.say(line)
-        unless_prepared.pop_all()
-    parts = model, tokenizer, train, held_out, rewards, teacher, sampler
-    return Setup(config, log, *parts, resumed_from)
 
-
-@contextmanager
-def training_run(
-    setup: Setup,
-    parts: Mapping[str, checkpoint.Stateful],
-    *,
-    warm_started: Callable[[], None] = lambda: None,
-) -> Iterator["TrainingRun"]:
-    """Start or resume a run, and leave a checkpoint and curves behind however it ends.
-
-    - An interrupt before the first optimizer step of a step ends it at the next token or
-      micro-batch, and the earlier steps are saved. After it, the step is finished first.
-    - An error before the first optimizer step leaves a checkpoint of the earlier steps. After it,
-      and after numbers that are not finite, nothing is saved, because the weights belong to no
-      step. The message tells where ``--resume`` continues.
-
-    Args:
-        setup: The result of `prepare`.
-        parts: Contents of a checkpoint besides the model: the optimizer, a value head.
-        warm_started: Called when a new run has its first weights, before they are saved.
-    """
-    log = setup.log
-    with closing(log), closing(setup.rewards), _Interrupt() as interrupt:
-        run = TrainingRun(setup, parts, interrupt)
-        with run.phase("start"):
-            run.start(warm_started)
-        # a forward is a token while sampling, and a micro-batch otherwise
-        hook = backbone(setup.model).register_forward_pre_hook(run.poll)
-        failed = True
-        try:
-            with log.following(log.directory.name, setup.config.steps, run.step):
-                try:
-                    yield run
-                except _Interrupted:
-                    setup.model.zero_grad()
-                run.save()
-            failed = False
-        except Exception as error:
-            run.rescue(error)
-            raise
-        finally:
-            hook.remove()
-            log.finish(failed=failed)
-
-
-class TrainingRun:
-    """The state of a run."""
-
-    def __init__(
-        self, setup: Setup, parts: Mapping[str, checkpoint.Stateful], interrupt: "_Interrupt"
-    ) -> None:
+    def __init__(self, config: RunConfig) -> None:
+        if config.model is not None:  # a run goes on, the checkpoint remains what it is
+            config = replace(config, model=model_path(config.model))
+        self._config, self._log = config, RunLog(config)
+        with ExitStack() as unless_prepared:
+            unless_prepared.callback(self._log.close)
+            self._prepare(config, self._log, unless_prepared)
+            unless_prepared.pop_all()
         self.step = 0
         self.reference: Reference | None = None
-        self.phase = Phases(setup.model.device)
-        self._setup, self._config, self._log = setup, setup.config, setup.log
-        self._parts, self._interrupt = parts, interrupt
-        self._rng = checkpoint.rng_state()  # at the beginning of the next step
+        self.phase = Phases(self.model.device)
+        self._parts: Mapping[str, checkpoint.Stateful] = {}
+        self._interrupt = _Interrupt()
+        self._rng: dict[str, Any] = {}  # at the beginning of the next step
         self._is_far = False  # the sampler was, from the model, and the user knows
         self._between_steps = True  # the weights are those after `step` steps, so save them
         self._started = self._saved = time.perf_counter()
 
+    def _prepare(self, config: RunConfig, log: RunLog, unless_prepared: ExitStack) -> None:
+        """Load and check everything that the settings name."""
+        self._resumed_from = log.checkpoint_to_resume()
+        device = find_device(config.device)
+        records = read_records(config)
+        checkpoint.seed_all(config.seed)
+        self.model, self.tokenizer = load_policy(config, device, log, self._resumed_from)
+        model, tokenizer = self.model, self.tokenizer
+        check_head(model, config)
+        train, held_out = (encode(some, tokenizer, config) for some in records)
+        self.train, self._held_out = train, held_out
+        for line in remarks(records, train, held_out, tokenizer, config):
+            log.say(line)
+        check_tokens(model, tokenizer, train + held_out)
+        check_length(model, train + held_out, config.max_new_tokens)
+        if self._resumed_from is None:
+            check_warm_start(train, tokenizer, config)
+        self.rewards = Rewards(config, device)
+        unless_prepared.callback(self.rewards.close)
+        for prompts in (train, held_out):
+            self.rewards.probe(prompts)  # a broken function fails here
+        judge, self.teacher = self.rewards.model, None
+        if isinstance(config, GrpoConfig) and config.teacher is not None:
+            self.teacher = TeacherModel(config, model, tokenizer)
+            check_length(self.teacher.model, train + held_out, config.max_new_tokens)
+        log.begun_with(
+            prompts=digest(records[0]),
+            held_out=digest(records[1]),
+            reward_model=None if judge is None else fingerprint(judge.model),
+            teacher=None if self.teacher is None else fingerprint(self.teacher.model),
+        )
+        save_memory(model, config)
+        check_packing(model, config)
+        optimizers.make_optimizer(model.parameters(), config)  # a missing one fails here
+        self.sampler = Sampler(model, tokenizer, config)
+        log.say(f"a completion ends with {self.sampler.endings}")
+        evaluation = evaluation_remark(held_out, config) if self.rewards else ()
+        for line in (*ending_remark(train, tokenizer, self.sampler.endings), *evaluation):
+            log.say(line)
+
+    @contextmanager
+    def saved(
+        self,
+        parts: Mapping[str, checkpoint.Stateful],
+        *,
+        warm_started: Callable[[], None] = lambda: None,
+    ) -> Iterator[None]:
+        """Start or resume the run, and leave a checkpoint and curves behind however it ends.
+
+        - An interrupt before the first optimizer step of a step ends it at the next token or
+          micro-batch, and the earlier steps are saved. After it, the step is finished first.
+        - An error before the first optimizer step leaves a checkpoint of the earlier steps. After
+          it, and after numbers that are not finite, nothing is saved, because the weights belong to
+          no step. The message tells where ``--resume`` continues.
+
+        Args:
+            parts: Contents of a checkpoint besides the model: the optimizer, a value head.
+            warm_started: Called when a new run has its first weights, before they are saved.
+        """
+        log, self._parts = self._log, parts
+        with closing(log), closing(self.rewards), self._interrupt:
+            with self.phase("start"):
+                self.start(warm_started)
+            # a forward is a token while sampling, and a micro-batch otherwise
+            hook = backbone(self.model).register_forward_pre_hook(self.poll)
+            failed = True
+            try:
+                with log.following(log.directory.name, self._config.steps, self.step):
+                    try:
+                        yield
+                    except _Interrupted:
+                        self.model.zero_grad()
+                    self.save()
+                failed = False
+            except Exception as error:
+                self.rescue(error)
+                raise
+            finally:
+                hook.remove()
+                log.finish(failed=failed)
+
     def start(self, warm_started: Callable[[], None]) -> None:
         """Restore the checkpoint to resume from, or make and save the first one."""
-        setup, config, log = self._setup, self._config, self._log
-        resumed, initial = setup.resumed_from, log.directory / INITIAL
+        config, log = self._config, self._log
+        resumed, initial = self._resumed_from, log.directory / INITIAL
         if resumed is not None:
             self.step = checkpoint.restore(resumed, self._parts)
         else:
-            losses = warm_start(setup.model, setup.tokenizer, setup.train, config)
+            losses = warm_start(self.model, self.tokenizer, self.train, config)
             with log.following("warm start", warm_start_steps(config)):
                 for i, loss in enumerate(losses, 1):
                     if self._interrupt.requested:
                         raise KeyboardInterrupt
                     log.show(i, {"loss": loss})
             if config.lora_rank is not None and begins_changed(config):
-                checkpoint.store(
-                    initial, lambda path: save_base(setup.model, setup.tokenizer, path)
-                )
+                checkpoint.store(initial, partial(save_base, self.model, self.tokenizer))
         self._rng = checkpoint.rng_state()
         if config.kl_coef > 0:
-            self.reference = Reference(setup.model, config, initial, resumed=resumed is not None)
+            self.reference = Reference(self.model, config, initial, resumed=resumed is not None)
         log.begin(self.step if resumed is not None else -1)
         if resumed is None:
             warm_started()
@@ -213,12 +193,12 @@ class TrainingRun:
 
     def sample(self, prompts: list[Prompt]) -> tuple[Rollout, Scored]:
         """Sample a group of completions for each prompt, and reward them."""
-        setup, size = self._setup, self._config.group_size
+        size = self._config.group_size
         with self.phase("generate"):
-            rollout, completions = setup.sampler.sample(prompts, size)
+            rollout, completions = self.sampler.sample(prompts, size)
         asked = [prompt for prompt in prompts for _ in range(size)]
         with self.phase("score"):
-            scored = setup.rewards.score(asked, completions, rollout.lengths)
+            scored = self.rewards.score(asked, completions, rollout.lengths)
         self.show(asked, completions, scored)
         return rollout, scored
 
@@ -286,15 +266,14 @@ class TrainingRun:
             CheckpointError: The checkpoint could not be written.
             FloatingPointError: A weight or logit is not finite; the old checkpoint is kept.
         """
-        model = self._setup.model
         self._between_steps = False  # an interrupt waits
         if (wrong := self._not_finite()) is not None:
             raise FloatingPointError(f"after step {self.step}, {wrong} not finite")
         checkpoint.save(
             self._log.checkpoints,
             step=self.step,
-            model=model,
-            tokenizer=self._setup.tokenizer,
+            model=self.model,
+            tokenizer=self.tokenizer,
             parts=self._parts,
             rng=self._rng,
         )
@@ -331,18 +310,17 @@ class TrainingRun:
 
     def _not_finite(self) -> str | None:
         """Return the part of the model that is not finite: a weight, or outputs on many tokens."""
-        setup = self._setup
-        if (name := not_finite(setup.model)) is not None:
+        if (name := not_finite(self.model)) is not None:
             return f"the weight {name!r} is"
-        vocabulary = row_count(setup.model)
-        count = min(64, vocabulary, context_of(setup.model) or 64)
+        vocabulary = row_count(self.model)
+        count = min(64, vocabulary, context_of(self.model) or 64)
         # some were in no step yet
         ids = torch.linspace(0, vocabulary - 1, count, dtype=torch.float64).long()
         asked, answer = Prompt({}, ids[: count // 2].tolist()), ids[count // 2 :]
         rollout = rollout_of(
-            [asked], [Completion(answer, answer.float() * 0.0, True)], setup.model.device
+            [asked], [Completion(answer, answer.float() * 0.0, True)], self.model.device
         )
-        logprobs = completion_logprobs(setup.model, rollout, torch.tensor([0]), self._config)
+        logprobs = completion_logprobs(self.model, rollout, torch.tensor([0]), self._config)
         return None if (logprobs < torch.inf).all() else "the logits are"  # NaN is not either
 
     def _is_evaluated(self, step: int) -> bool:
@@ -353,14 +331,13 @@ class TrainingRun:
 
         No random numbers are used.
         """
-        setup = self._setup
-        if not setup.rewards:
+        if not self.rewards:
             return {}
         with self.phase("evaluate"), unchanged_generators():
-            sampled, completions = setup.sampler.greedy(setup.held_out)
-            scored = setup.rewards.score(setup.held_out, completions, sampled.lengths)
-        setup.sampler.engine.computed()
-        return {**setup.rewards.means(scored, prefix="held_out_reward"), **self.phase.read()}
+            sampled, completions = self.sampler.greedy(self._held_out)
+            scored = self.rewards.score(self._held_out, completions, sampled.lengths)
+        self.sampler.engine.computed()
+        return {**self.rewards.means(scored, prefix="held_out_reward"), **self.phase.read()}
 
 
 class _Interrupted(BaseException):
