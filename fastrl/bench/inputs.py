@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+import fastrl
 from fastrl.bench.case import Inputs, Size
-from fastrl.bench.error import logprobs_of, parts
+from fastrl.bench.error import at, kept_alone, logprobs_of, rows_at_once
 from fastrl.bench.models import MODELS
 
 STD = 3.0  # of the logits
@@ -43,6 +45,10 @@ class Source:
         """Return integers below ``end``."""
         return torch.randint(end, shape, device=self.device, generator=self.generator)
 
+    def moved(self, x: Tensor, scale: float) -> Tensor:
+        """Return numbers like those of ``x``, whose scale is given: of a teacher."""
+        return (x.float() + 0.3 * scale * self.normal(*x.shape)).to(x.dtype)
+
 
 def raised(vocabulary: int, source: Source, *rows: int) -> Tensor:
     """Return logits whose token has a probability between 0.01 and 0.99 among normal ones."""
@@ -62,9 +68,8 @@ def logits_inputs(size: Size, device: torch.device, seed: int) -> Inputs:
     ids = source.integers(vocabulary, B, T)
     target = raised(vocabulary, source, B, T).to(size.dtype)
     logits.scatter_(-1, ids[..., None], target[..., None])
-    inputs = {"logits": logits, "token_ids": ids}
-    old = [logprobs_of(logits[part].float(), ids[part]).flatten() for part in parts(inputs)]
-    return inputs | _rollout(torch.cat(old).view(B, T), size.variant, source)
+    old = _logprobs(ids, lambda rows: at(logits, rows).float())
+    return {"logits": logits, "token_ids": ids} | _rollout(old, size.variant, source)
 
 
 def linear_inputs(size: Size, device: torch.device, seed: int) -> Inputs:
@@ -78,12 +83,18 @@ def linear_inputs(size: Size, device: torch.device, seed: int) -> Inputs:
     missing = raised(vocabulary, source, B, T) - (hidden * chosen).sum(-1)
     hidden += (missing / chosen.square().sum(-1))[..., None] * chosen
     hidden, weight = hidden.to(size.dtype), weight.to(size.dtype)
-    inputs = {"hidden": hidden, "weight": weight, "token_ids": ids}
     head = weight.float().T
-    old = [logprobs_of(hidden[part].float() @ head, ids[part]).flatten() for part in parts(inputs)]
+    old = _logprobs(ids, lambda rows: at(hidden, rows).float() @ head)
     if size.variant == AUTOCAST:
-        inputs["weight"] = weight.float()
-    return inputs | _rollout(torch.cat(old).view(B, T), size.variant, source)
+        weight = weight.float()
+    inputs = {"hidden": hidden, "weight": weight, "token_ids": ids}
+    return inputs | _rollout(old, size.variant, source)
+
+
+def _logprobs(ids: Tensor, logits: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the log-probability of each token, from a function to the logits of a few rows."""
+    found = [logprobs_of(logits(rows), at(ids, rows)) for rows in rows_at_once(ids)]
+    return torch.cat(found).view(ids.shape)
 
 
 def _rollout(logprobs: Tensor, variant: str, source: Source) -> Inputs:
@@ -102,3 +113,35 @@ def _rollout(logprobs: Tensor, variant: str, source: Source) -> Inputs:
         lengths = found["cu_seqlens"].diff()
         found["advantages"] = found["sequence_advantages"].repeat_interleave(lengths)[None]
     return found
+
+
+def with_teacher(size: Size, device: torch.device, seed: int) -> Inputs:
+    """Return hidden states and a head, and those of a teacher that is not far from them."""
+    inputs, source = linear_inputs(size, device, seed), Source(device, seed + 1000)
+    scales = {"hidden": 1.0, "weight": STD / inputs["weight"].shape[1] ** 0.5}
+    moved = {name: source.moved(inputs[name], scale) for name, scale in scales.items()}
+    return inputs | {f"teacher_{name}": x for name, x in moved.items()}
+
+
+def with_teacher_logits(size: Size, device: torch.device, seed: int) -> Inputs:
+    """Return logits, and those of a teacher that is not far from them."""
+    inputs, source = logits_inputs(size, device, seed), Source(device, seed + 1000)
+    return inputs | {"teacher_logits": source.moved(inputs["logits"], STD)}
+
+
+def with_kept(size: Size, device: torch.device, seed: int) -> Inputs:
+    """Return what the sampler kept: random tokens and each row's own.
+
+    So a row of the head is seldom read twice.
+    """
+    inputs, source = linear_inputs(size, device, seed), Source(device, seed + 1000)
+    ids, head = inputs["token_ids"], inputs["weight"].float().T
+    kept = source.integers(len(inputs["weight"]), *ids.shape, int(size.variant.split()[0]))
+    kept[..., 0] = ids
+    lists = [[*dict.fromkeys(row)] for row in kept.flatten(0, 1).tolist()]
+    sets = fastrl.KeptTokens.from_lists(lists, device=device)
+    old = _logprobs(
+        ids, lambda rows: kept_alone(at(inputs["hidden"], rows).float() @ head, at(kept, rows))
+    )
+    noise = 0.1 * source.normal(*ids.shape)
+    return inputs | {"kept_ids": kept, "kept": sets, "old_logprobs": old + noise}

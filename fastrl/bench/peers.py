@@ -1,7 +1,6 @@
 """Who takes part in a run: backends of fastrl, torch itself, and other libraries.
 
-Each library is called as its documentation says. One that is not installed, or whose call raises,
-fails with that reason.
+One that is not installed, or whose call raises, fails with that reason.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from fastrl.backend import BACKENDS, Backend, unavailable
 from fastrl.bench.case import Inputs, Provider
-from fastrl.bench.error import clipped, masked_mean
 
 #: What a user types: the label of its functions, what Python imports and what pip installs.
 PEERS = {
@@ -33,7 +31,22 @@ PEERS = {
     "torchrl": ("torchrl", "torchrl", "torchrl"),
 }
 _KERNELS = {"cpu": ("cpu",), "cuda": ("triton", "cuda")}
-Forward = Callable[[Inputs], Any]
+Ours = Callable[..., Any]  # of the inputs and ``backend``
+
+
+class Peer(NamedTuple):
+    """A function of another library, called as its documentation says.
+
+    ``call`` takes the function, ``module:name``, which is imported when it is called.
+    """
+
+    peer: str  # of PEERS
+    source: str
+    call: Callable[[Any, Inputs], Any]
+    on_gpu: bool = False  # only there
+    suffix: str = ""  # of its name
+    backward: Callable[[Any, Inputs], Any] | None = None
+    prepare: Callable[[Inputs], Inputs] | None = None
 
 
 class Participants(NamedTuple):
@@ -44,18 +57,19 @@ class Participants(NamedTuple):
     peers: tuple[str, ...]
     narrow: bool = True  # in 16 bits, torch also computes without a cast to float32
 
-    def fastrl(self, function: Callable[[Inputs, Backend], Any]) -> list[Provider]:
+    def fastrl(self, function: Ours, suffix: str = "") -> list[Provider]:
         """Return a provider for each backend."""
-
-        def forward(backend: Backend) -> Forward:
-            return lambda inputs: function(inputs, backend)
-
         return [
-            Provider(f"fastrl {name}", "fastrl", forward(name), prepare=_unless_available(name))
+            Provider(
+                f"fastrl {name}{suffix}",
+                "fastrl",
+                functools.partial(function, backend=name),
+                prepare=_refused(why) if (why := unavailable(name)) else None,
+            )
             for name in self.backends
         ]
 
-    def eager(
+    def torch(
         self, function: Callable[..., Any], names: Sequence[str], dtype: torch.dtype
     ) -> Iterator[Provider]:
         """Yield eager and compiled torch; in 16 bits cast to float32, as trainers do, and not.
@@ -64,40 +78,23 @@ class Participants(NamedTuple):
         """
         narrow = f" in {str(dtype).removeprefix('torch.')}"
         for suffix, upcast in (("", True), (narrow, False)):
-            form = _form(function, upcast=upcast)
             if suffix and (not self.narrow or dtype in (torch.float32, torch.float64)):
                 continue
+            form = functools.partial(function, upcast=upcast)
             if "eager" in self.peers:
                 yield Provider(f"eager{suffix}", "eager", _called(form, names))
             if "compile" in self.peers:
                 yield Provider(f"torch.compile{suffix}", "compile", _called(_Compiled(form), names))
 
-    def peer(
-        self,
-        peer: str,
-        source: str,
-        call: Callable[[Any, Inputs], Any],
-        *,
-        suffix: str = "",
-        on_gpu: bool = False,
-        backward: Callable[[Any, Inputs], Any] | None = None,
-        prepare: Callable[[Inputs], Inputs] | None = None,
-    ) -> list[Provider]:
-        """Return the provider of a library if it takes part; ``on_gpu``: only there.
-
-        ``call`` takes its function, ``module:name``, which is imported when it is called.
-        """
-        if peer not in self.peers:
-            return []
-        if on_gpu and self.device.type != "cuda":
-            prepare = _refused("its kernels need a CUDA device")
-        label = PEERS[peer][0]
-        name = f"{label} {source.split(':')[1]}{suffix}" if label else peer
-
-        def forward(inputs: Inputs) -> Any:
-            return call(imported(peer, source), inputs)
-
-        return [Provider(name, "peer", forward, backward, prepare)]
+    def others(self, peers: Sequence[Peer]) -> Iterator[Provider]:
+        """Yield the providers of the libraries that take part."""
+        for one in peers:
+            if one.peer in self.peers:
+                refused = one.on_gpu and self.device.type != "cuda"
+                prepare = _refused("its kernels need a CUDA device") if refused else one.prepare
+                label = PEERS[one.peer][0]
+                name = f"{label} {one.source.split(':')[1]}{one.suffix}" if label else one.peer
+                yield Provider(name, "peer", _imported_then(one), one.backward, prepare)
 
 
 def participants(
@@ -143,15 +140,12 @@ def imported(peer: str, source: str) -> Any:
         raise ImportError(f"this version of {distribution} has no {module}.{name}") from None
 
 
-def _called(function: Callable[..., Any], names: Sequence[str]) -> Forward:
+def _imported_then(one: Peer) -> Callable[[Inputs], Any]:
+    return lambda inputs: one.call(imported(one.peer, one.source), inputs)
+
+
+def _called(function: Callable[..., Any], names: Sequence[str]) -> Callable[[Inputs], Any]:
     return lambda inputs: function(*(inputs[name] for name in names))
-
-
-def _form(function: Callable[..., Any], *, upcast: bool) -> Callable[..., Any]:
-    def form(*tensors: Tensor) -> Any:
-        return function(*tensors, upcast=upcast)
-
-    return form
 
 
 class _Compiled:
@@ -173,155 +167,8 @@ class _Compiled:
         return self.compiled(*tensors)
 
 
-def _unless_available(name: str) -> Callable[[Inputs], Inputs] | None:
-    reason = unavailable(name)
-    return None if reason is None else _refused(reason)
-
-
 def _refused(reason: str) -> Callable[[Inputs], Inputs]:
     def prepare(inputs: Inputs) -> Inputs:
         raise RuntimeError(reason)
 
     return prepare
-
-
-def trl_stats(who: Participants) -> list[Provider]:
-    """Return TRL's log-probability and entropy, a kernel on GPUs."""
-
-    def call(function: Any, inputs: Inputs) -> Any:
-        return function(inputs["logits"], inputs["token_ids"])
-
-    return who.peer("trl", "trl.trainer.utils:selective_log_softmax_and_entropy", call)
-
-
-def logits_peers(who: Participants, *, loss: bool = False) -> list[Provider]:
-    """Return log-probabilities of ids ``[B, T]`` from logits, or the loss of these."""
-    of = _scored(who, lambda inputs: (inputs["logits"], inputs["token_ids"]), loss=loss)
-    return [
-        *of("trl", "trl.trainer.utils:selective_log_softmax", lambda f, x, ids: f(x, ids)),
-        *of("verl", "verl.utils.torch_functional:logprobs_from_logits",
-            lambda f, x, ids: f(x, ids, inplace_backward=False)),
-        *of("unsloth", "unsloth_zoo.rl_replacements:chunked_selective_log_softmax",
-            lambda f, x, ids: f(x, ids)),
-        *of("quack", "quack.cross_entropy:cross_entropy", on_gpu=True,
-            call=lambda f, x, ids: -f(x.flatten(0, -2), ids.flatten(), reduction="none")),
-    ]  # fmt: skip
-
-
-def linear_peers(who: Participants, *, loss: bool = False) -> list[Provider]:
-    """Return log-probabilities of ids from hidden states and a head, or the loss of these."""
-
-    def arguments(inputs: Inputs) -> tuple[Tensor, ...]:
-        return inputs["hidden"].flatten(0, 1), inputs["weight"], inputs["token_ids"].flatten()
-
-    def of_torch(function: Any, x: Tensor, head: Tensor, ids: Tensor) -> Any:
-        options = imported("torch", "torch.nn:LinearCrossEntropyOptions")()
-        return -function(x, head, ids, reduction="none", options=options)
-
-    of, tile = _scored(who, arguments, loss=loss), 32768  # TRL's default
-    return [
-        *of("trl", "trl.kernels.chunked_logprob:ChunkedLogProbFunction",
-            lambda f, x, head, ids: f.apply(x, head, None, ids, 1.0, tile, None, 1.0, ())[0]),
-        *of("unsloth", "unsloth_zoo.rl_replacements:grpo_chunked_hidden_states_logprobs",
-            lambda f, x, head, ids: f(x[None], head, ids[None])),
-        *of("cut-cross-entropy", "cut_cross_entropy:linear_cross_entropy", on_gpu=True,
-            call=lambda f, x, head, ids: -f(x, head, ids, reduction="none")),
-        *of("quack", "quack.linear_cross_entropy:linear_cross_entropy_func", on_gpu=True,
-            call=lambda f, x, head, ids: -f(x, head, None, ids, reduction="none")),
-        *of("verl", "verl.utils.kernel.linear_cross_entropy:linear_cross_entropy", on_gpu=True,
-            call=lambda f, x, head, ids: f(x, head, ids, 1.0, "none")[0]),
-        *of("torch", "torch.nn.functional:linear_cross_entropy", of_torch),  # from 2.13
-    ]  # fmt: skip
-
-
-def _scored(
-    who: Participants, arguments: Callable[[Inputs], tuple[Tensor, ...]], *, loss: bool
-) -> Callable[..., list[Provider]]:
-    """Return what makes the provider of a function from these arguments to log-probabilities."""
-
-    def of(
-        peer: str, source: str, call: Callable[..., Any], *, on_gpu: bool = False
-    ) -> list[Provider]:
-        def scored(function: Any, inputs: Inputs) -> Tensor:
-            logprobs = call(function, *arguments(inputs)).view(inputs["token_ids"].shape)
-            return masked_mean(clipped(logprobs, inputs), inputs) if loss else logprobs
-
-        return who.peer(peer, source, scored, on_gpu=on_gpu)
-
-    return of
-
-
-def liger_grpo(who: Participants) -> list[Provider]:
-    """Return Liger's loss from logits, over which it writes the gradient."""
-
-    def prepare(inputs: Inputs) -> Inputs:
-        """Append the position that Liger takes and ignores."""
-        return {**inputs, "logits": torch.nn.functional.pad(inputs["logits"], (0, 0, 0, 1))}
-
-    def call(function: Any, inputs: Inputs) -> Tensor:
-        losses = function(
-            inputs["logits"], inputs["old_logprobs"], None, inputs["token_ids"],
-            inputs["sequence_advantages"], inputs["mask"].int(), temperature=1.0, beta=0.0,
-            eps_low=0.2, eps_high=0.2, inplace=True,
-        )  # fmt: skip
-        return masked_mean(losses[0], inputs)
-
-    def backward(loss: Tensor, inputs: Inputs) -> tuple[Tensor, ...]:
-        return (torch.autograd.grad(loss, inputs["logits"])[0][:, :-1],)
-
-    return who.peer(
-        "liger", "liger_kernel.transformers.grpo_loss:triton_grpo_loss", call, suffix=" in place",
-        on_gpu=True, backward=backward, prepare=prepare,
-    )  # fmt: skip
-
-
-def liger_linear_grpo(who: Participants) -> list[Provider]:
-    """Return Liger's loss from hidden states; ``bnpo`` is the mean over all tokens."""
-
-    def call(kind: Any, inputs: Inputs) -> Any:
-        loss = kind(beta=0.0, use_ref_model=False, loss_type="bnpo")
-        names = ("hidden", "weight", "token_ids", "mask", "sequence_advantages")
-        hidden, weight, ids, mask, advantages = (inputs[name] for name in names)
-        old = inputs["old_logprobs"]
-        return loss(hidden, weight, ids, mask.int(), advantages, old_per_token_logps=old)[0]
-
-    return who.peer("liger", "liger_kernel.chunked_loss:LigerFusedLinearGRPOLoss", call)
-
-
-def divergence_peers(who: Participants, beta: float) -> list[Provider]:
-    """Return the mean divergence from a teacher, from hidden states and heads."""
-    names = ("hidden", "weight", "teacher_hidden", "teacher_weight")
-
-    def trl(function: Any, inputs: Inputs) -> Any:
-        hidden, weight, states, head = (inputs[name] for name in names)
-        return function(hidden, states, weight, head, inputs["mask"], beta)[0]
-
-    def liger(kind: Any, inputs: Inputs) -> Any:
-        loss = kind(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=beta)
-        hidden, weight, states, head = (inputs[name] for name in names)
-        ids = inputs["token_ids"].flatten()
-        return loss(hidden.flatten(0, 1), weight, states.flatten(0, 1), head, ids)
-
-    return [
-        *who.peer("trl", "trl.trainer.distillation_trainer:_chunked_divergence_loss", trl),
-        *who.peer("liger", "liger_kernel.chunked_loss:LigerFusedLinearJSDLoss", liger),
-    ]
-
-
-def torchrl_gae(who: Participants, gamma: float, lam: float) -> list[Provider]:
-    """Return torchrl's advantages; an episode ends at the last token of the mask."""
-
-    def prepare(inputs: Inputs) -> Inputs:
-        mask = inputs["mask"]
-        following = torch.nn.functional.pad(mask[:, 1:], (0, 1))
-        values = torch.nn.functional.pad(inputs["values"][:, 1:], (0, 1))
-        return inputs | {"done": (mask & ~following)[..., None], "next": values[..., None]}
-
-    def call(function: Any, inputs: Inputs) -> Any:
-        values, rewards = inputs["values"][..., None], inputs["rewards"][..., None]
-        following, done = inputs["next"], inputs["done"]
-        found = function(gamma, lam, values, following, rewards, done, done)[0][..., 0]
-        return found * inputs["mask"]
-
-    source = "torchrl.objectives.value.functional:vec_generalized_advantage_estimate"
-    return who.peer("torchrl", source, call, prepare=prepare)

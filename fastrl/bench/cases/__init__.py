@@ -8,37 +8,23 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 
 from fastrl.bench.case import BACKWARD, FORWARD, PASSES, Case, Size
-from fastrl.bench.cases import divergence, kept_tokens, linear, logits, tokens
-from fastrl.bench.cases.kept_tokens import KEPT
+from fastrl.bench.cases import tokens
 from fastrl.bench.cases.selections import SELECTIONS
-from fastrl.bench.inputs import AUTOCAST, FROZEN, MASKED, PACKED, SLICED, WITH_TEACHER
+from fastrl.bench.cases.tokens import LEVEL_AND_LENGTH, SEQUENCE_LEVEL
+from fastrl.bench.cases.vocabulary import OPERATORS
 from fastrl.bench.models import MODELS
 from fastrl.bench.peers import Participants, participants
 
 __all__ = ["OPS", "SELECTIONS", "WITHOUT_BACKWARD", "Size", "cases"]
 
 
-def _linear_policy_loss(size: Size, step: str, who: Participants) -> Case:
-    if size.variant == WITH_TEACHER:
-        return divergence.loss_with_teacher(size, step, who)
-    if size.variant.endswith("kept"):
-        return kept_tokens.loss_of_kept(size, step, who)
-    return linear.linear_policy_loss(size, step, who)
-
-
 Make = Callable[[Size, str, Participants], Case]
-#: What makes the case of a size and a pass, and regular expressions of its variants.
-OPS: dict[str, tuple[Make, tuple[str, ...]]] = {
-    "token_logprobs": (logits.token_logprobs, (SLICED,)),
-    "token_stats": (logits.token_stats, (SLICED,)),
-    "logits_policy_loss": (logits.logits_policy_loss, (MASKED, PACKED, SLICED)),
-    "linear_token_logprobs": (linear.linear_token_logprobs, ()),
-    "linear_policy_loss": (_linear_policy_loss, (MASKED, AUTOCAST, FROZEN, WITH_TEACHER, KEPT)),
-    "token_divergence": (divergence.token_divergence, tuple(divergence.BETAS)),
-    "linear_divergence": (divergence.linear_divergence, tuple(divergence.BETAS)),
-    "policy_loss": (tokens.policy_loss, (tokens.SEQUENCE_LEVEL, tokens.LEVEL_AND_LENGTH)),
-    "gae": (tokens.gae, (tokens.LENGTH,)),
-    "group_advantages": (tokens.group_advantages, (tokens.GROUPS,)),
+#: What makes the case of a size and a pass, by function and by regular expressions of its variants.
+OPS: dict[str, dict[str, Make]] = {
+    **{op: {name: one.case for name, one in forms.items()} for op, forms in OPERATORS.items()},
+    "policy_loss": dict.fromkeys(("", SEQUENCE_LEVEL, LEVEL_AND_LENGTH), tokens.policy_loss),
+    "gae": dict.fromkeys(("", tokens.LENGTH), tokens.gae),
+    "group_advantages": dict.fromkeys(("", tokens.GROUPS), tokens.group_advantages),
 }
 WITHOUT_BACKWARD = ("gae", "group_advantages")
 WITHOUT_MODEL = ("policy_loss", *WITHOUT_BACKWARD)
@@ -84,10 +70,10 @@ def cases(
     made: list[Case] = []
     for size in sizes:
         _known("op", size.op, OPS)
-        make, variants = OPS[size.op]
         _known("model", size.model, ("",) if size.op in WITHOUT_MODEL else MODELS)
-        if not any(re.fullmatch(known, size.variant) for known in ("", *variants)):
-            known = "; ".join(variants)
+        makes = [make for one, make in OPS[size.op].items() if re.fullmatch(one, size.variant)]
+        if not makes:
+            known = "; ".join(filter(None, OPS[size.op]))
             raise ValueError(
                 f"variant of {size.op} must match one of {known}, got {size.variant!r}"
             )
@@ -100,7 +86,7 @@ def cases(
         if sparing:
             left = [one for one in who.peers if one != "compile" or size in firsts.values()]
             takes_part = who._replace(peers=tuple(left), narrow=False)
-        made += [make(size, step, takes_part) for step in passes]
+        made += [makes[0](size, step, takes_part) for step in passes]
     return [*{case.name: case for case in made}.values()]
 
 

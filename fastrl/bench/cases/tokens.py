@@ -13,11 +13,12 @@ from torch import Tensor
 
 import fastrl
 from fastrl.backend import Backend
+from fastrl.bench import libraries
 from fastrl.bench.case import BOTH, FORWARD, Case, Inputs, Provider, Size
-from fastrl.bench.cases.logits import OBJECTIVE, Copy, floor
+from fastrl.bench.cases.vocabulary import OBJECTIVE, copy_floor
 from fastrl.bench.error import clipped, double, masked_mean
 from fastrl.bench.inputs import Source, sequences
-from fastrl.bench.peers import Participants, torchrl_gae
+from fastrl.bench.peers import Participants
 
 GAMMA, LAM = 1.0, 0.95
 EPS = 1e-4  # added to the deviation of a group
@@ -68,7 +69,7 @@ def policy_loss(size: Size, step: str, who: Participants) -> Case:
     return _case(
         size,
         step,
-        [*who.fastrl(ours), *who.eager(eager, names, torch.float32)],
+        [*who.fastrl(ours), *who.torch(eager, names, torch.float32)],
         copied=("logprobs", "old_logprobs"),
         shape={"sequences": B, "tokens": T},
         inputs=inputs,
@@ -99,7 +100,7 @@ def gae(size: Size, step: str, who: Participants) -> Case:
     return _case(
         size,
         step,
-        [*providers, *torchrl_gae(who, GAMMA, LAM)],
+        [*providers, *who.others(libraries.gae(GAMMA, LAM))],
         copied=("rewards", "values"),
         shape={"sequences": B, "tokens": T},
         inputs=inputs,
@@ -202,7 +203,7 @@ def _case(
     size: Size, step: str, providers: list[Provider], copied: tuple[str, ...], **fields: Any
 ) -> Case:
     """Return a case in float32 with a copy of these inputs."""
-    providers = [*providers, floor("copy", Copy(*copied), step)]
+    providers = [*providers, copy_floor(step, *copied)]
     return Case(size._replace(dtype=torch.float32), step, providers=providers, **fields)
 
 
