@@ -24,8 +24,8 @@ from fastrl.bench.models import MODELS
 from fastrl.bench.peers import PEERS, is_installed
 from fastrl.bench.plots import draw_or_say
 from fastrl.bench.run import Run
-from fastrl.bench.settings import Settings
 from fastrl.bench.timing import LATE, Plan
+from fastrl.bench.worker import Settings
 
 BACKENDS = ("cpu", "triton", "cuda", "reference")
 DTYPES = ("float32", "bfloat16", "float16")

@@ -2,13 +2,11 @@
 
 Both variants make the same step but for its log-probabilities and its loss. Without fastrl these
 are written as trainers write them, from the logits of all tokens in float32. `fastrl.bench.step`
-starts a process for each variant: ``fastrl.bench.grpo_step VARIANT PACKAGE SETTINGS``.
+starts a process for each variant.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fastrl import group_advantages, linear_policy_loss, linear_token_logprobs
-from fastrl.bench.child import check_package
+from fastrl.bench.child import say
 from fastrl.bench.memory import Peak
 from fastrl.integrations.transformers import LmHead, backbone, lm_head
 from fastrl.integrations.transformers.transform import Transform
@@ -174,7 +172,7 @@ class Measurement:
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Count what happens inside as the part ``name``."""
-        _print(part=name)
+        say(part=name)
         with Peak(self._device) if self._memory else nullcontext() as peak:
             begin = time.perf_counter()
             yield
@@ -188,12 +186,8 @@ class Measurement:
             self.peaks[name] = max(beyond, self.peaks.get(name, 0))
 
 
-def _print(**entry: Any) -> None:
-    print(json.dumps(entry), flush=True)
-
-
 def main(variant: str, settings: Settings) -> None:
-    """Measure a variant, and print a JSON line as each part begins and as each step ends."""
+    """Measure a variant, and say as each part begins and what each step took."""
     torch.manual_seed(0)
     device, model = torch.device(settings.device), load(settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=device.type == "cuda" or None)
@@ -203,9 +197,4 @@ def main(variant: str, settings: Settings) -> None:
         total = time.perf_counter() - begin
         state = [x for one in optimizer.state.values() for x in one.values()]
         held = sum(x.nbytes for x in (*model.parameters(), *state))
-        _print(step=step, total=total, seconds=part.seconds, peaks=part.peaks, held=held)
-
-
-if __name__ == "__main__":
-    check_package(sys.argv[2])
-    main(sys.argv[1], Settings(**json.loads(sys.argv[3])))
+        say(step=step, total=total, seconds=part.seconds, peaks=part.peaks, held=held)

@@ -18,6 +18,8 @@ import fastrl
 from fastrl.bench.conditions import COPY, Conditions
 from fastrl.bench.peers import PEERS, is_installed
 
+CEILINGS = "ceilings"  # what the machine can do, and the job that measures it
+
 
 def machine(device: torch.device) -> dict[str, str]:
     """Return the device, its clocks, and the versions of all software that takes part."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fastrl.bench.conditions import COPY, OTHERS
-from fastrl.bench.journal import CEILINGS, Entry
+from fastrl.bench.machine import CEILINGS
 from fastrl.bench.timing import LATE
 
 Results = dict[str, Any]
@@ -18,35 +18,7 @@ FEW_ROUNDS = 5  # fewer have no percentiles
 DIGITS = 4  # of a time in results.json
 
 
-def results(entries: list[Entry], names: list[str]) -> Results:
-    """Return what a run has found, from the lines of its journal and the names of its cases.
-
-    Returns:
-        The content of ``results.json``: ``command``, ``date``, ``machine``, ``package``,
-        ``ceilings``, ``cases``, ``not_run`` (the names of cases without a result, and why) and
-        ``complete``.
-    """
-    found: Results = {"complete": False, "machine": {}, CEILINGS: {}, "cases": [], "not_run": {}}
-    ended = {one["job"]: one for one in entries if "result" in one or "failure" in one}
-    partial = {one["job"]: one["partial"] for one in entries if "partial" in one}
-    for one in entries:
-        if "machine" in one:
-            about = ("command", "date", "machine", "package", "tiny")
-            found |= {name: one[name] for name in about if name in one}
-    found[CEILINGS] = ended.get(CEILINGS, {}).get("result", {})
-    for name in names:
-        known = ended.get(name, {})
-        if "result" in known:
-            found["cases"].append(known["result"])
-        elif "failure" not in known and name in partial:
-            found["cases"].append(_cut(partial[name]))
-        else:
-            found["not_run"][name] = known.get("failure", LATE)
-    found["complete"] = not found["not_run"] and not late(found)
-    return found
-
-
-def _cut(case: Row) -> Row:
+def cut(case: Row) -> Row:
     """Return a case of which only some providers have been timed."""
     rows = case["providers"]
     return case | {

@@ -9,11 +9,11 @@ counted, one whose memory is measured, and those that are timed.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import shlex
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from datetime import datetime
@@ -25,7 +25,7 @@ from typing import IO, Any
 import torch
 
 from fastrl import command_start
-from fastrl.bench import child
+from fastrl.bench import child, grpo_step
 from fastrl.bench.grpo_step import MEMORY, PARTS, SHAPES, TIMED, VARIANTS, Settings, model_config
 from fastrl.bench.machine import machine
 from fastrl.bench.plots import draw_or_say
@@ -140,34 +140,21 @@ def _predicted(settings: Settings, vocabulary: int) -> dict[str, int]:
 
 def _measure(variant: str, settings: Settings) -> Row:
     """Return a variant as a row of ``step.json``; if it ended early, ``failure`` says why."""
-    command = child.command(
-        "fastrl.bench.grpo_step", variant, child.PACKAGE, json.dumps(settings._asdict())
-    )
     steps: list[Row] = []
     part, failure = "loading", ""
-    try:
-        with (
-            TemporaryFile("w+") as errors,
-            subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
-            ) as running,
-        ):
-            assert running.stdout is not None
-            try:
+    call = functools.partial(grpo_step.main, variant, settings)
+    with TemporaryFile("w+", errors="replace") as errors, child.Process(call, errors) as running:
+        try:
+            _show(f"{variant}: {part}")
+            while (entry := running.heard()) is not None:
+                if "step" in entry:
+                    steps.append(entry)
+                part = entry.get("part", part)
                 _show(f"{variant}: {part}")
-                for line in running.stdout:
-                    entry = json.loads(line) if line.startswith('{"') else {}
-                    if "step" in entry:
-                        steps.append(entry)
-                    part = entry.get("part", part)
-                    _show(f"{variant}: {part}")
-                if running.wait():
-                    failure = f"{part}: {_reason(running.returncode, errors)}"
-            except KeyboardInterrupt:
-                running.kill()  # its session is its own, so that it has not been interrupted
-                raise
-    except KeyboardInterrupt:
-        failure = f"{INTERRUPTED} in step {len(steps) + 1}, {part}"
+            if running.status:
+                failure = f"{part}: {_reason(running.status, errors)}"
+        except KeyboardInterrupt:
+            failure = f"{INTERRUPTED} in step {len(steps) + 1}, {part}"
     counted = steps[TIMED:] or steps[MEMORY:]
     peaks = steps[MEMORY]["peaks"] if counted else {}
     return {

@@ -1,18 +1,23 @@
-"""The options of `fastrl bench`: what they choose, and what is said of bad ones."""
+"""The options of `fastrl bench`: what they choose, what is said of bad ones, and how it ends."""
 
+import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from fastrl.bench import command_line
-from fastrl.bench.cases import Size
+from fastrl.bench import command_line, report, run
+from fastrl.bench.cases import SELECTIONS, Size, cases
 from fastrl.bench.command_line import _parser, _settings
-from fastrl.bench.settings import Settings
+from fastrl.bench.timing import LATE, Plan
+
+CPU = ("--device", "cpu")
 
 
 def settings(*arguments):
-    return _settings(_parser().parse_args(["--device", "cpu", *arguments]))
+    return _settings(_parser().parse_args([*CPU, *arguments]))
 
 
 def test_named_sizes_replace_those_of_the_selection():
@@ -31,11 +36,21 @@ def test_an_operator_that_a_selection_lacks_is_taken_from_the_whole():
 
 def test_settings_reach_the_worker():
     found = settings("--smoke", "--pass", "backward", "--backend", "cpu", "--peer", "none")
-    assert Settings.from_json(found.to_json()) == found
+    assert pickle.loads(pickle.dumps(found)) == found
     assert found.peers == ()
     names = [one.name for case in found.cases() for one in case.providers if one.kind != "floor"]
     assert names
     assert all(name.startswith("fastrl cpu") for name in names)
+
+
+def test_nothing_is_imported_that_takes_no_part():
+    code = (
+        "import sys; from fastrl.bench.command_line import _parser, _settings\n"
+        "_settings(_parser().parse_args(['--device', 'cpu'])).cases()\n"
+        "print({'torch._dynamo', 'torch._inductor', 'trl', 'transformers'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 @pytest.mark.parametrize(
@@ -64,9 +79,9 @@ def test_bad_options_are_named(arguments, said, capsys):
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="no folder that refuses files")
 def test_a_folder_that_cannot_be_written_is_named(capsys):
-    options = ["--smoke", "--op", "gae", "--peer", "none", "--device", "cpu"]
+    options = ["--smoke", "--op", "gae", "--peer", "none", *CPU]
     assert command_line.main([*options, "--out", "/proc/self"]) == 1
-    assert capsys.readouterr().err.endswith("'/proc/self/journal.jsonl'\n")
+    assert capsys.readouterr().err.endswith("'/proc/self/results.json.new'\n")
 
 
 def test_everything_that_can_be_chosen_is_listed(capsys):
@@ -78,3 +93,61 @@ def test_everything_that_can_be_chosen_is_listed(capsys):
     assert f"gae                     '40 tokens each', {lengths}" in said
     assert "reference     works" in said
     assert "liger-kernel" in said
+
+
+ROW = {"name": "fastrl cpu", "kind": "fastrl", "seconds": {"0": 1e-3}, "peak": None, "error": None}
+ROW |= {"host": None, "kernels": None, "failure": ""}
+CASE = {"name": "gae", "dtype": "float32", "flops": 0, "bytes_moved": 1e6, "providers": [ROW]}
+
+
+@pytest.mark.parametrize(
+    ("known", "status", "said"),
+    [
+        ({"found": CASE}, 0, "written"),
+        ({}, 0, f"{LATE}: gae\nmore time, from here: the same command with --resume"),
+        ({"failed": "it died"}, 1, "FAILED: gae: it died"),
+        (
+            {"partial": CASE | {"providers": [ROW, ROW | {"seconds": {}}]}},
+            0,
+            f"{LATE}: gae: fastrl cpu\n",
+        ),
+        (
+            {"found": CASE | {"providers": [ROW | {"failure": "wrong"}]}},
+            1,
+            "FAILED: gae: fastrl cpu: wrong",
+        ),
+    ],
+)
+def test_only_a_failure_of_fastrl_or_of_a_case_is_one(
+    known, status, said, monkeypatch, tmp_path, capsys
+):
+    def measured(self, jobs):
+        self.names = ["gae"]
+        for where, what in known.items():
+            getattr(self, where)["gae"] = what
+
+    monkeypatch.setattr(run.Run, "_make", measured)
+    options = ["--quick", *CPU, "--no-plots", "--out", str(tmp_path)]
+    assert command_line.main(options) == status
+    assert said in capsys.readouterr().out
+
+
+def test_a_table_has_the_conditions_and_of_tiny_shapes_no_ratios():
+    with_ratio, without = (report.section(CASE, {}, ratios=ratios) for ratios in (True, False))
+    assert "time / fastrl" in with_ratio[2]
+    assert "fastrl |" not in without[2]
+    assert {line.count("|") for line in without[2:5]} == {6}
+    assert not any("timed:" in line for line in with_ratio)
+    lines = report.section(CASE | {"copy GB/s": 41.5}, {"copy GB/s": 68.0})
+    assert "While this was timed: copies 41.5 GB/s." in lines
+
+
+def test_a_run_says_how_long_it_takes():
+    found = cases(SELECTIONS["cpu"][:2], ["both"], torch.device("cpu"), ["cpu"], ["compile"])
+    said = run.in_words(found, Plan(), {"copy GB/s": 10.0}, 3600.0)
+    assert said.startswith("2 cases: about ")
+    assert said.endswith("the run ends after 60 minutes (--seconds)")
+    slow, fast = (run.seconds(found, Plan(), {"copy GB/s": rate}) for rate in (1.0, 100.0))
+    assert 20 < fast < slow < 200
+    said = run.in_words(found, Plan(hurried=True), {}, 106.0)
+    assert said == "2 cases, the most telling first, in at most 106 seconds"

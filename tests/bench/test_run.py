@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import weakref
 from types import SimpleNamespace
@@ -15,74 +16,77 @@ import torch
 from fastrl.bench import child, report, worker
 from fastrl.bench import run as runner
 from fastrl.bench.cases import SELECTIONS
-from fastrl.bench.journal import Journal
+from fastrl.bench.child import say
 from fastrl.bench.run import Run
-from fastrl.bench.settings import Settings
 from fastrl.bench.timing import LATE, Plan, measure
+from fastrl.bench.worker import Settings
 
-#: A worker of which job `dies` dies, `hangs` hangs, `loses` loses the GPU, and `slow` hangs in a
-#: peer.
-WORKER = """
-import os, sys, time
-from pathlib import Path
-from fastrl.bench.journal import Journal
+NAMES = ("good", "dies", "hangs", "loses", "slow")
+CASE = {"op": "gae", "step": "forward", "model": "", "shape": {"tokens": 1}, "dtype": "float32"}
+CASE |= {"variant": "", "device": "cpu", "flops": 0, "bytes_moved": 1}
+ROW = {"name": "fastrl cpu", "kind": "fastrl", "seconds": {"0": 0.001}, "peak": 0, "error": 0.0}
+ROW |= {"host": None, "kernels": None, "failure": ""}
 
-_, settings, out, package, until, *jobs = sys.argv
-journal = Journal(Path(out))
-case = dict(op="gae", step="forward", model="", shape={"tokens": 1}, dtype="float32", variant="",
-            device="cpu", flops=0, bytes_moved=1)
-row = dict(name="fastrl cpu", kind="fastrl", seconds={"0": 0.001}, peak=0, error=0.0, host=None,
-           kernels=None, failure="")
-for job in jobs[:1]:
-    if time.monotonic() > float(until):
-        sys.exit(0)
-    journal.append(job=job, started=time.time())
+
+class Pretended(Settings):
+    """Settings of cases that have a name alone."""
+
+    def cases(self):
+        return [SimpleNamespace(name=name) for name in NAMES]
+
+
+def work(settings, end, jobs, lost):
+    """Make one job: `dies` dies, `hangs` hangs, `loses` loses the GPU, `slow` hangs in a peer."""
+    job = jobs[0]
+    if time.monotonic() > end:
+        return
+    say(job=job)
     if job == "dies":
         os._exit(9)
     if job == "hangs":
         time.sleep(600)
-    if job == "loses" and not journal.left_out(job):
-        journal.append(job=job, lost="a peer", why="illegal address")
+    if job == "loses" and job not in lost:
+        say(job=job, lost="a peer", why="illegal address")
         sys.exit(1)
-    if job == "slow" and not journal.left_out(job):
-        journal.append(job=job, trying="fastrl cpu")
-        late = dict(row, name="a slow peer", kind="peer", seconds={})
-        journal.append(job=job, partial=dict(case, name=job, providers=[row, late]))
-        journal.append(job=job, trying="a slow peer")
+    if job == "slow" and job not in lost:
+        say(job=job, trying="fastrl cpu")
+        late = ROW | {"name": "a slow peer", "kind": "peer", "seconds": {}}
+        say(job=job, partial=CASE | {"name": job, "providers": [ROW, late]})
+        say(job=job, trying="a slow peer")
+        sys.stdout.write('{"job": "slow", "resu')  # not said, but printed
         time.sleep(600)
     if job == "ceilings":
-        journal.append(job=job, result={"copy GB/s": 1.0})
-        continue
-    left_out = [dict(row, name=name, kind="peer", failure=why, seconds={})
-                for name, why in journal.left_out(job).items()]
-    journal.append(job=job, result=dict(case, name=job, providers=[row, *left_out]))
-"""
-NAMES = ("good", "dies", "hangs", "loses", "slow")
+        say(job=job, result={"copy GB/s": 1.0})
+        return
+    left_out = [
+        ROW | {"name": name, "kind": "peer", "failure": why, "seconds": {}}
+        for name, why in lost.get(job, {}).items()
+    ]
+    say(job=job, result=CASE | {"name": job, "providers": [ROW, *left_out]})
+
+
+def work_without_torch(*arguments):
+    raise SystemExit("there is no torch")
 
 
 @pytest.fixture
 def make_run(tmp_path, monkeypatch):
     """A function that makes a run whose worker is the pretended one."""
-    (tmp_path / "worker.py").write_text(WORKER)
-    script = str(tmp_path / "worker.py")
-    command = lambda module, *arguments: [sys.executable, script, *arguments]  # noqa: E731
-    monkeypatch.setattr(runner.child, "command", command)
-    monkeypatch.setattr(runner, "STARTING", 30.0)
+    monkeypatch.setattr(runner, "work", work)
     monkeypatch.setattr(runner, "machine", lambda device: {"device": "pretended"})
     monkeypatch.setattr(runner, "in_words", lambda *run: "four cases")
-    cases = [SimpleNamespace(name=name) for name in NAMES]
 
     def make(plan=Plan(), **limits):  # noqa: B008
-        settings = SimpleNamespace(
-            cases=lambda: cases, to_json=lambda: "{}", device="cpu", tiny=False, plan=plan
+        settings = Pretended((), (), "cpu", plan)
+        return Run(
+            settings, tmp_path, "fastrl bench", **{"seconds": 180.0, "silent": 1.0, **limits}
         )
-        return Run(settings, tmp_path, "fastrl bench", **{"seconds": 60.0, "silent": 1.0, **limits})
 
     return make
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_or_hangs_costs_one_case(make_run, tmp_path, capsys):
+def test_a_process_that_dies_or_hangs_costs_one_case(make_run, tmp_path, capsys, monkeypatch):
     found = make_run().main()
     died = dict.fromkeys(("dies", "hangs"), runner.DIED)
     assert found["not_run"] == died
@@ -94,35 +98,43 @@ def test_a_process_that_dies_or_hangs_costs_one_case(make_run, tmp_path, capsys)
     assert text.count("| fastrl cpu | 1 (1 round) | 1.00 |") == 3
     assert capsys.readouterr().out.count("## ") == 3
 
-
-@pytest.mark.slow
-def test_resuming_leaves_out_what_has_a_result(make_run):
-    make_run().main()
-    kept = make_run().journal.results()
-    assert make_run().main(resume=True)["not_run"].keys() == {"dies", "hangs"}
-    assert make_run().journal.results() == kept
-
-
-@pytest.mark.slow
-def test_resuming_another_run_is_refused(make_run, tmp_path, monkeypatch):
-    make_run().main()
-    kept = make_run().journal.path.read_text()
+    # resuming measures nothing that has a result, and refuses what another machine has measured
+    monkeypatch.setattr(runner, "work", work_without_torch)
+    again = make_run().main(resume=True)
+    assert {**again, "date": 0} == {**found, "date": 0}
     monkeypatch.setattr(runner, "machine", lambda device: {"device": "another"})
     with pytest.raises(ValueError, match="was measured with machine 'pretended', and this run has"):
         make_run().main(resume=True)
-    assert make_run().journal.path.read_text() == kept
+    assert json.loads((tmp_path / "results.json").read_text()) == again
+
+
+@pytest.mark.slow
+def test_a_hurried_run_goes_on_with_what_a_slow_case_has_timed(make_run, capsys):
+    found = make_run(Plan(hurried=True), silent=5.0).main()
+    assert found["not_run"] == {"dies": runner.DIED, "hangs": LATE}
+    assert report.late(found) == ["hangs", "slow: a slow peer"]
+    assert [case["name"] for case in found["cases"]] == ["good", "loses", "slow"]
+    said = capsys.readouterr()
+    assert said.out.count("## ") == 3
+    assert said.err.startswith("four cases\n")
+    # more time measures these again, and nothing else
+    again = make_run(Plan(hurried=True), seconds=0.0)
+    again.main(resume=True)
+    assert again.results()["cases"] == [*found["cases"]]
+    assert {"hangs", "slow"} == {*NAMES} - again.found.keys() - again.failed.keys()
 
 
 def test_a_folder_keeps_what_other_runs_have_measured(make_run, tmp_path):
-    case = {"name": "earlier", "dtype": "float32", "flops": 0, "bytes_moved": 1, "providers": []}
-    make_run().journal.append(job="earlier", result=case)
+    earlier = make_run(seconds=0.0)
+    earlier.found["earlier"] = case = CASE | {"name": "earlier", "providers": [ROW]}
+    assert earlier.main()["not_run"] == dict.fromkeys(NAMES, LATE)
     assert make_run(seconds=0.0).main(resume=True)["cases"] == [case]
     assert make_run(seconds=0.0).main()["cases"] == []
     kept = json.loads((tmp_path / "results.json.before").read_text())
     assert kept["cases"] == [case]
 
 
-def test_what_a_case_held_is_freed_before_the_next(tmp_path, monkeypatch):
+def test_what_a_case_held_is_freed_before_the_next(monkeypatch, capsys):
     sizes = tuple(size for size in SELECTIONS["smoke"] if size.op == "token_logprobs")
     one = Settings(sizes, ("forward", "both"), "cpu", Plan(1, 1, 1, 0.1), ("cpu",), (), tiny=True)
     held = []
@@ -139,58 +151,31 @@ def test_what_a_case_held_is_freed_before_the_next(tmp_path, monkeypatch):
         return inputs
 
     monkeypatch.setattr(worker, "measure", watched)
-    names = [case.name for case in one.cases()]
-    arguments = [one.to_json(), str(tmp_path), child.PACKAGE, "inf"]
-    assert worker.main([*arguments, *names]) == 0
-    found = Journal(tmp_path).results()
-    assert [found[name].get("failure") for name in names] == [None, None]
+    worker.work(one, float("inf"), [case.name for case in one.cases()], {})
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert sum("result" in entry for entry in said) == 2
+    assert not any("failure" in entry for entry in said)
     assert len(held) > 4
-
-
-@pytest.mark.slow
-def test_a_hurried_run_goes_on_with_what_a_slow_case_has_timed(make_run, capsys):
-    run = make_run(Plan(hurried=True), silent=5.0)
-    found = run.main()
-    assert found["not_run"] == {"dies": runner.DIED, "hangs": LATE}
-    assert report.late(found) == ["hangs", "slow: a slow peer"]
-    assert [case["name"] for case in found["cases"]] == ["good", "loses", "slow"]
-    said = capsys.readouterr()
-    assert said.out.count("## ") == 3
-    assert said.err.startswith("four cases\n")
-    # more time measures these again, and nothing else
-    assert {"hangs", "slow"} == {*NAMES, "ceilings"} - {*make_run().journal.results()}
-
-
-def test_out_of_time_nothing_is_left_out_in_silence(make_run):
-    found = make_run(seconds=0.0).main()
-    assert found["not_run"] == dict.fromkeys(NAMES, LATE)
 
 
 def test_a_worker_imports_the_package_of_its_parent(tmp_path, monkeypatch):
     (tmp_path / "fastrl").mkdir()
     (tmp_path / "fastrl" / "__init__.py").write_text("raise SystemExit('the wrong package')")
     monkeypatch.chdir(tmp_path)
-    one = Settings((), (), "cpu", Plan(), tiny=True)
-    arguments = (one.to_json(), str(tmp_path), child.PACKAGE, "inf")
-    done = subprocess.run(child.command(runner.WORKER, *arguments), capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    with tempfile.TemporaryFile("w+") as log, child.Process(do_nothing, log) as process:
+        assert process.heard() is None
+        assert process.status == 0
     with pytest.raises(SystemExit, match="the run is one of /elsewhere/fastrl, and this process"):
-        worker.main([one.to_json(), str(tmp_path), "/elsewhere/fastrl", "inf"])
+        child.main("/elsewhere/fastrl")
 
 
-def test_a_worker_that_does_not_start_says_why(make_run, tmp_path):
-    (tmp_path / "worker.py").write_text("raise SystemExit('there is no torch')")
+def do_nothing(): ...
+
+
+def test_a_worker_that_does_not_start_says_why(make_run, monkeypatch):
+    monkeypatch.setattr(runner, "work", work_without_torch)
     with pytest.raises(RuntimeError, match="there is no torch"):
         make_run().main()
-
-
-def test_a_cut_line_of_the_journal_is_left_out(tmp_path):
-    journal = Journal(tmp_path)
-    journal.append(job="a", result=1)
-    with journal.path.open("a") as file:
-        file.write('{"job": "b", "resu')
-    journal.append(job="c", failure="none")
-    assert [one["job"] for one in journal.entries()] == ["a", "c"]
 
 
 def test_ctrl_c_keeps_what_was_measured(tmp_path):
