@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fastrl import group_advantages, linear_policy_loss, linear_token_logprobs
 from fastrl.bench.child import say
+from fastrl.bench.error import clipped, logprobs_of
 from fastrl.bench.memory import Peak
 from fastrl.integrations.transformers import LmHead, backbone, lm_head
 from fastrl.integrations.transformers.transform import Transform
@@ -24,7 +25,6 @@ from fastrl.integrations.transformers.transform import Transform
 PARTS = ("generation", "scoring", "forward", "loss", "backward", "optimizer")
 VARIANTS = WITHOUT, WITH = "without", "with fastrl"
 WARM_UP, MEMORY, TIMED = 0, 1, 2  # the first step, the step whose memory is measured, those timed
-CLIP = 0.2
 #: Models with random weights, of Qwen3's kind, that need no network.
 SIZES = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads head_dim"
 SHAPES = {
@@ -96,7 +96,7 @@ def logprobs(hidden: Tensor, head: LmHead, token_ids: Tensor, fused: bool) -> Te
     logits = torch.nn.functional.linear(hidden, head.weight, head.bias).float()
     if (transform := Transform(head.logit_scale, head.logit_softcap)) != (1.0, None):
         logits = transform(logits)
-    return logits.log_softmax(-1).gather(-1, token_ids[..., None]).squeeze(-1)
+    return logprobs_of(logits, token_ids)
 
 
 def policy_loss(
@@ -116,9 +116,8 @@ def policy_loss(
             normalizer=total,
             **head.arguments(),
         ).loss
-    ratio, gains = (logprobs(hidden, head, ids, fused) - old).exp(), gains[:, None]
-    clipped = torch.minimum(ratio * gains, ratio.clamp(1 - CLIP, 1 + CLIP) * gains)
-    return -clipped.mean(-1).sum() / total
+    tokens = {"old_logprobs": old, "advantages": gains[:, None]}
+    return clipped(logprobs(hidden, head, ids, fused), tokens).mean(-1).sum() / total
 
 
 def model_config(name: str) -> Any:

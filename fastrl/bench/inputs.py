@@ -45,10 +45,6 @@ class Source:
         """Return integers below ``end``."""
         return torch.randint(end, shape, device=self.device, generator=self.generator)
 
-    def moved(self, x: Tensor, scale: float) -> Tensor:
-        """Return numbers like those of ``x``, whose scale is given: of a teacher."""
-        return (x.float() + 0.3 * scale * self.normal(*x.shape)).to(x.dtype)
-
 
 def raised(vocabulary: int, source: Source, *rows: int) -> Tensor:
     """Return logits whose token has a probability between 0.01 and 0.99 among normal ones."""
@@ -56,7 +52,19 @@ def raised(vocabulary: int, source: Source, *rows: int) -> Tensor:
     return log_odds + math.log(vocabulary) + STD**2 / 2
 
 
-def logits_inputs(size: Size, device: torch.device, seed: int) -> Inputs:
+def vocabulary_inputs(size: Size, device: torch.device, seed: int) -> Inputs:
+    """Return logits, or hidden states and a head, with what an operator and a variant take."""
+    make = _linear_inputs if size.op.startswith("linear") else _logits_inputs
+    found = make(size, device, seed)
+    if size.op.endswith("divergence") or size.variant == WITH_TEACHER:
+        return found | _teacher(found, Source(device, seed + 1000))
+    if size.variant.endswith("kept"):
+        count = int(size.variant.split()[0])
+        return found | _kept(found, count, Source(device, seed + 1000))
+    return found
+
+
+def _logits_inputs(size: Size, device: torch.device, seed: int) -> Inputs:
     """Return logits with one raised target per row, and what comes with a rollout."""
     source = Source(device, seed)
     vocabulary = MODELS[size.model].vocabulary
@@ -72,7 +80,7 @@ def logits_inputs(size: Size, device: torch.device, seed: int) -> Inputs:
     return {"logits": logits, "token_ids": ids} | _rollout(old, size.variant, source)
 
 
-def linear_inputs(size: Size, device: torch.device, seed: int) -> Inputs:
+def _linear_inputs(size: Size, device: torch.device, seed: int) -> Inputs:
     """Return hidden states and a head with such logits, and what comes with a rollout."""
     source = Source(device, seed)
     hidden_size, vocabulary = MODELS[size.model]
@@ -115,33 +123,27 @@ def _rollout(logprobs: Tensor, variant: str, source: Source) -> Inputs:
     return found
 
 
-def with_teacher(size: Size, device: torch.device, seed: int) -> Inputs:
-    """Return hidden states and a head, and those of a teacher that is not far from them."""
-    inputs, source = linear_inputs(size, device, seed), Source(device, seed + 1000)
-    scales = {"hidden": 1.0, "weight": STD / inputs["weight"].shape[1] ** 0.5}
-    moved = {name: source.moved(inputs[name], scale) for name, scale in scales.items()}
-    return inputs | {f"teacher_{name}": x for name, x in moved.items()}
+def _teacher(inputs: Inputs, source: Source) -> Inputs:
+    """Return the logits, or hidden states and head, of a teacher that is not far from these."""
+    scales = {"logits": STD, "hidden": 1.0}
+    if "weight" in inputs:
+        scales["weight"] = STD / inputs["weight"].shape[1] ** 0.5
+    return {
+        f"teacher_{name}": (x.float() + 0.3 * scale * source.normal(*x.shape)).to(x.dtype)
+        for name, scale in scales.items()
+        if (x := inputs.get(name)) is not None
+    }
 
 
-def with_teacher_logits(size: Size, device: torch.device, seed: int) -> Inputs:
-    """Return logits, and those of a teacher that is not far from them."""
-    inputs, source = logits_inputs(size, device, seed), Source(device, seed + 1000)
-    return inputs | {"teacher_logits": source.moved(inputs["logits"], STD)}
-
-
-def with_kept(size: Size, device: torch.device, seed: int) -> Inputs:
-    """Return what the sampler kept: random tokens and each row's own.
-
-    So a row of the head is seldom read twice.
-    """
-    inputs, source = linear_inputs(size, device, seed), Source(device, seed + 1000)
+def _kept(inputs: Inputs, count: int, source: Source) -> Inputs:
+    """Return tokens that the sampler kept: random ones, so that none is read twice, and its own."""
     ids, head = inputs["token_ids"], inputs["weight"].float().T
-    kept = source.integers(len(inputs["weight"]), *ids.shape, int(size.variant.split()[0]))
+    kept = source.integers(len(inputs["weight"]), *ids.shape, count)
     kept[..., 0] = ids
     lists = [[*dict.fromkeys(row)] for row in kept.flatten(0, 1).tolist()]
-    sets = fastrl.KeptTokens.from_lists(lists, device=device)
+    sets = fastrl.KeptTokens.from_lists(lists, device=source.device)
     old = _logprobs(
         ids, lambda rows: kept_alone(at(inputs["hidden"], rows).float() @ head, at(kept, rows))
     )
     noise = 0.1 * source.normal(*ids.shape)
-    return inputs | {"kept_ids": kept, "kept": sets, "old_logprobs": old + noise}
+    return {"kept_ids": kept, "kept": sets, "old_logprobs": old + noise}

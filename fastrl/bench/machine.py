@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import statistics
 import subprocess
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch.utils.benchmark import Timer
 
 import fastrl
 from fastrl.bench.conditions import COPY, Conditions
@@ -86,14 +85,14 @@ def ceilings(device: torch.device, *, tiny: bool) -> dict[str, float]:
     if large or tiny:
         source = torch.randn(elements, device=device)
         target = torch.empty_like(source)
-        seconds = _median(partial(target.copy_, source), device)
+        seconds = _median(partial(target.copy_, source))
         found = {COPY: 2 * source.nbytes / seconds / 1e9}
         del source, target
     else:
         found = {COPY: Conditions.ceiling()}
     for dtype in (torch.float32, torch.bfloat16):
         a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-        seconds = _median(partial(torch.mm, a, b), device)
+        seconds = _median(partial(torch.mm, a, b))
         name = str(dtype).removeprefix("torch.")
         found[f"{name} GEMM TFLOP/s"] = 2 * side**3 / seconds / 1e12
     if device.type == "cuda":
@@ -103,14 +102,7 @@ def ceilings(device: torch.device, *, tiny: bool) -> dict[str, float]:
     return found
 
 
-def _median(call: Callable[[], object], device: torch.device) -> float:
-    taken = []
-    for _ in range(9):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        taken.append(time.perf_counter() - begin)
-    return statistics.median(taken[2:])
+def _median(call: Callable[[], object]) -> float:
+    threads = torch.get_num_threads()
+    timer = Timer("call()", globals={"call": call}, num_threads=threads)
+    return timer.blocked_autorange().median

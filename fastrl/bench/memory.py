@@ -7,7 +7,6 @@ import gc
 import os
 import platform
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -79,12 +78,7 @@ class Peak:
         self.before = _reset_cuda() if self.device.type == "cuda" else _reset_resident()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *error: object) -> None:
         if kind is not None or self.before is None:
             return
         if self.device.type == "cuda":

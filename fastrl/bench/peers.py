@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
 
 from fastrl.backend import BACKENDS, Backend, unavailable
 from fastrl.bench.case import Inputs, Provider
@@ -84,7 +83,7 @@ class Participants(NamedTuple):
             if "eager" in self.peers:
                 yield Provider(f"eager{suffix}", "eager", _called(form, names))
             if "compile" in self.peers:
-                yield Provider(f"torch.compile{suffix}", "compile", _called(_Compiled(form), names))
+                yield Provider(f"torch.compile{suffix}", "compile", _called(_compiled(form), names))
 
     def others(self, peers: Sequence[Peer]) -> Iterator[Provider]:
         """Yield the providers of the libraries that take part."""
@@ -148,23 +147,15 @@ def _called(function: Callable[..., Any], names: Sequence[str]) -> Callable[[Inp
     return lambda inputs: function(*(inputs[name] for name in names))
 
 
-class _Compiled:
-    """A function as torch.compile makes it at the first call: before, it is not imported.
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function as torch.compile makes it at the first call: before, it is not imported.
 
     Each shape for itself; a graph break is an error, never eager in silence. The default mode:
     autotuning a GEMM of this size takes minutes, and CUDA graphs would hide what a call costs the
     host.
     """
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-
-    @functools.cached_property
-    def compiled(self) -> Callable[..., Any]:
-        return torch.compile(self.function, dynamic=False, fullgraph=True)
-
-    def __call__(self, *tensors: Tensor) -> Any:
-        return self.compiled(*tensors)
+    made = functools.cache(lambda: torch.compile(function, dynamic=False, fullgraph=True))
+    return lambda *tensors: made()(*tensors)
 
 
 def _refused(reason: str) -> Callable[[Inputs], Inputs]:

@@ -2,8 +2,10 @@
 
 import json
 import os
+import sys
 from contextlib import nullcontext
 from importlib.util import find_spec
+from unittest import mock
 
 import pytest
 import torch
@@ -54,7 +56,9 @@ def test_both_variants_have_the_same_loss_and_gradient(scale, softcap):
 def test_a_step_follows_the_gradient_of_the_models_own_logits(variant, changes, monkeypatch):
     settings, entered, called = SETTINGS._replace(**changes), [], []
     for name in ("linear_token_logprobs", "linear_policy_loss"):
-        _count_calls(monkeypatch, name, called)
+        function = mock.Mock(side_effect=getattr(fastrl, name))
+        called.append(function)
+        monkeypatch.setattr(f"fastrl.bench.grpo_step.{name}", function)
 
     def part(name):
         entered.append(name)
@@ -65,19 +69,10 @@ def test_a_step_follows_the_gradient_of_the_models_own_logits(variant, changes, 
     grpo_step(model, torch.optim.SGD(model.parameters(), lr=1.0), variant, settings, part)
 
     assert tuple(dict.fromkeys(entered)) == PARTS
-    assert len(called) == (2 * 6 // settings.micro_batch if variant == WITH else 0)
+    calls = 6 // settings.micro_batch if variant == WITH else 0
+    assert [function.call_count for function in called] == [calls, calls]
     expected = _expected_weights(settings)
     torch.testing.assert_close(_weights(model), expected, rtol=1e-4, atol=1e-6)
-
-
-def _count_calls(monkeypatch, name, called):
-    function = getattr(fastrl, name)
-
-    def counted(*arguments, **options):
-        called.append(name)
-        return function(*arguments, **options)
-
-    monkeypatch.setattr(f"fastrl.bench.grpo_step.{name}", counted)
 
 
 def _expected_weights(settings):
@@ -123,31 +118,22 @@ def test_the_logits_take_what_is_predicted_and_less_with_fastrl():
     assert max(peaks[WITH].values()) < 0.4 * peaks[WITHOUT]["backward"]
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("step")
-    threads = pytest.MonkeyPatch()
-    threads.setenv("OMP_NUM_THREADS", "1")
-    assert main([*TINY, "--steps", "1", "--out", str(folder)]) == 0
-    threads.undo()
-    assert (folder / "step-light.svg").exists() == (find_spec("matplotlib") is not None)
-    return json.loads((folder / "step.json").read_text()), (folder / "step.md").read_text()
-
-
 @pytest.mark.slow
-def test_the_parts_add_up_to_the_step(found):
-    for variant in found[0]["variants"]:
+def test_the_parts_add_up_to_the_step_and_the_tables_have_a_line_for_each_variant(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert main([*TINY, "--steps", "1", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "step-light.svg").exists() == (find_spec("matplotlib") is not None)
+    results = json.loads((tmp_path / "step.json").read_text())
+    for variant in results["variants"]:
         assert tuple(one["part"] for one in variant["parts"]) == PARTS
         total = sum(one["seconds"] for one in variant["parts"])
         assert 0.7 * variant["seconds"] < total <= variant["seconds"]
         assert variant["peak"] == max(one["peak"] for one in variant["parts"])
         assert variant["held"] > 3 * 4 * 1000 * 32  # the embedding and its moments
-
-
-@pytest.mark.slow
-def test_the_tables_have_a_line_for_each_variant(found):
-    results, text = found
     assert results["command"].startswith("fastrl bench step --model tiny")
+    text = (tmp_path / "step.md").read_text()
     for unit in ("seconds", "MB"):
         table = text.partition(f"| {unit} |")[2].partition("\n\n")[0].splitlines()
         assert [line.split(" | ")[0] for line in table[2:4]] == [f"| {name}" for name in VARIANTS]
@@ -161,11 +147,7 @@ def test_the_tables_have_a_line_for_each_variant(found):
         ("--group-size", "1", "argument --group-size: must be at least 2"),
         ("--prompts", "many", "argument --prompts: must be at least 1, got 'many'"),
         ("--micro-batch", "5", "argument --micro-batch: must be at most"),
-        (
-            "--completion-tokens",
-            "50000",
-            "argument --completion-tokens: the model has a context of",
-        ),
+        ("--completion-tokens", "50000", "argument --completion-tokens: the model has a context"),
         ("--dtype", "int8", "argument --dtype: "),
         ("--device", "quantum", "argument --device: "),
         ("--model", "no/such/model", "argument --model: cannot use 'no/such/model': "),
@@ -186,12 +168,9 @@ def test_a_missing_transformers_is_told_with_the_extra(monkeypatch, capsys):
     assert "pip install 'fastrl-kernels[train]'" in capsys.readouterr().err
 
 
-STEPS = "\n".join(
-    f"echo '{json.dumps({'step': number, 'total': 1.0, 'held': 1, **of_parts})}'"
-    for number, of_parts in enumerate(
-        3 * [{"seconds": dict.fromkeys(PARTS, 0.1), "peaks": dict.fromkeys(PARTS, 5)}]
-    )
-)
+STEP = {"total": 1.0, "held": 1, "seconds": dict.fromkeys(PARTS, 0.1)}
+STEP["peaks"] = dict.fromkeys(PARTS, 5)
+STEPS = "\n".join(f"echo '{json.dumps({'step': number} | STEP)}'" for number in range(3))
 
 
 @pytest.mark.parametrize(
@@ -200,12 +179,7 @@ STEPS = "\n".join(
         ("kill -KILL $$", 1, "backward: killed by signal 9, as Linux does when memory", 0),
         ("echo 'OutOfMemoryError: 7 GB' >&2; exit 1", 1, "backward: OutOfMemoryError: 7 GB", 0),
         (f"{STEPS}\nexit 1", 0, "backward: ", 6),
-        (
-            f"{STEPS}\nsleep 1; kill -INT $PPID; exec sleep 60",
-            130,
-            "interrupted in step 4, backward",
-            6,
-        ),
+        (f"{STEPS}\nsleep 1; kill -INT $PPID; sleep 60", 130, "interrupted in step 4, backw", 6),
     ],
     ids=["killed", "raised", "raised later", "Ctrl-C"],
 )
@@ -218,7 +192,7 @@ def test_a_variant_that_ends_early_is_a_row_that_says_why(
         f"#!/bin/sh\necho $$ > '{pid}'\necho '{json.dumps({'part': 'backward'})}'\n{commands}\n"
     )
     program.chmod(0o700)
-    monkeypatch.setattr(step.sys, "executable", str(program))
+    monkeypatch.setattr(sys, "executable", str(program))
     assert command_line.main(["step", *TINY, "--out", str(tmp_path)]) == status
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)

@@ -10,10 +10,18 @@ from torch import Tensor
 
 import fastrl
 from fastrl.backend import Backend
-from fastrl.bench import error, inputs, libraries
+from fastrl.bench import error, libraries
 from fastrl.bench.case import BACKWARD, BOTH, FORWARD, Case, Inputs, Provider, Size
 from fastrl.bench.error import Work
-from fastrl.bench.inputs import AUTOCAST, FROZEN, MASKED, PACKED, SLICED, WITH_TEACHER
+from fastrl.bench.inputs import (
+    AUTOCAST,
+    FROZEN,
+    MASKED,
+    PACKED,
+    SLICED,
+    WITH_TEACHER,
+    vocabulary_inputs,
+)  # fmt: skip
 from fastrl.bench.models import MODELS
 from fastrl.bench.peers import Ours, Participants, Peer
 
@@ -28,7 +36,6 @@ class Operator(NamedTuple):
 
     ours: Ours
     work: Work
-    inputs: Callable[[Size, torch.device, int], Inputs]
     peers: tuple[Peer, ...] = ()
     #: Other calls of fastrl that do the same.
     forms: Callable[[Participants], list[Provider]] = lambda who: []
@@ -36,7 +43,7 @@ class Operator(NamedTuple):
     def case(self, size: Size, step: str, who: Participants) -> Case:
         """Return the case of a size and a pass."""
         hidden_size, vocabulary = MODELS[size.model]
-        linear = self.inputs not in (inputs.logits_inputs, inputs.with_teacher_logits)
+        linear = size.op.startswith("linear")
         trained = linear and size.variant != FROZEN
         leaves = ("hidden", *(["weight"] if trained else [])) if linear else ("logits",)
         # Liger takes one advantage per row of tokens
@@ -50,7 +57,7 @@ class Operator(NamedTuple):
             size=size,
             step=step,
             shape={"rows": size.rows, "hidden": hidden_size, "vocabulary": vocabulary},
-            inputs=lambda seed: self.inputs(size, who.device, seed),
+            inputs=lambda seed: vocabulary_inputs(size, who.device, seed),
             providers=providers,
             error=found,
             output_error=found.of_output if step == BOTH else None,
@@ -236,7 +243,7 @@ def _token_divergence(beta: float) -> Operator:
         teacher = fastrl.Teacher.from_logits(x["teacher_logits"], beta=beta)
         return fastrl.token_divergence(x["logits"], teacher, backend=backend).mean()
 
-    return Operator(ours, error.divergence(beta), inputs.with_teacher_logits)
+    return Operator(ours, error.divergence(beta))
 
 
 def _linear_divergence(beta: float) -> Operator:
@@ -253,31 +260,31 @@ def _linear_divergence(beta: float) -> Operator:
         ).loss  # fmt: skip
 
     return Operator(
-        ours, error.divergence(beta), inputs.with_teacher, libraries.divergence(beta),
+        ours, error.divergence(beta), libraries.divergence(beta),
         lambda who: who.fastrl(one_pass, " linear_policy_loss"),
     )  # fmt: skip
 
 
-_LINEAR_LOSS = Operator(_linear_loss, error.LOSS, inputs.linear_inputs, libraries.LINEAR_LOSS)
+def _call(function: Callable[..., Any], *names: str) -> Ours:
+    return lambda x, backend: function(*(x[name] for name in names), backend=backend)
+
+
+_LOGITS, _LINEAR = ("logits", "token_ids"), ("hidden", "weight", "token_ids")
+_LINEAR_LOSS = Operator(_linear_loss, error.LOSS, libraries.LINEAR_LOSS)
 #: By function and by regular expressions of its variants.
 OPERATORS: dict[str, dict[str, Operator]] = {
     "token_logprobs": dict.fromkeys(("", SLICED), Operator(
-        lambda x, backend: fastrl.token_logprobs(x["logits"], x["token_ids"], backend=backend),
-        error.LOGPROBS, inputs.logits_inputs, libraries.LOGITS,
+        _call(fastrl.token_logprobs, *_LOGITS), error.LOGPROBS, libraries.LOGITS,
     )),
     "token_stats": dict.fromkeys(("", SLICED), Operator(
-        lambda x, backend: fastrl.token_stats(x["logits"], x["token_ids"], backend=backend)[:2],
-        error.STATS, inputs.logits_inputs, libraries.STATS,
+        lambda x, backend: _call(fastrl.token_stats, *_LOGITS)(x, backend)[:2],
+        error.STATS, libraries.STATS,
     )),
     "logits_policy_loss": dict.fromkeys(("", MASKED, PACKED, SLICED), Operator(
-        _logits_loss, error.LOSS, inputs.logits_inputs,
-        (*libraries.LOGITS_LOSS, libraries.LIGER), _in_place,
+        _logits_loss, error.LOSS, (*libraries.LOGITS_LOSS, libraries.LIGER), _in_place,
     )),
     "linear_token_logprobs": {"": Operator(
-        lambda x, backend: fastrl.linear_token_logprobs(
-            x["hidden"], x["weight"], x["token_ids"], backend=backend
-        ),
-        error.LOGPROBS, inputs.linear_inputs, libraries.LINEAR,
+        _call(fastrl.linear_token_logprobs, *_LINEAR), error.LOGPROBS, libraries.LINEAR,
     )},
     "linear_policy_loss": {
         **dict.fromkeys(("", MASKED, AUTOCAST, FROZEN), _LINEAR_LOSS),
@@ -285,11 +292,10 @@ OPERATORS: dict[str, dict[str, Operator]] = {
             lambda x, backend: _linear_loss(
                 x, backend, teacher=_teacher(x, 1.0), objective=TEACHING
             ),
-            error.LOSS_WITH_TEACHER, inputs.with_teacher,
+            error.LOSS_WITH_TEACHER,
         ),
         KEPT: Operator(
-            lambda x, backend: _linear_loss(x, backend, kept=x["kept"]),
-            error.LOSS_OF_KEPT, inputs.with_kept,
+            lambda x, backend: _linear_loss(x, backend, kept=x["kept"]), error.LOSS_OF_KEPT
         ),
     },
     "token_divergence": {name: _token_divergence(beta) for name, beta in BETAS.items()},
