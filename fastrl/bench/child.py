@@ -36,6 +36,7 @@ class Process:
     """
 
     def __init__(self, function: Callable[[], Any], log: IO[str], **environment: str) -> None:
+        self._log = log
         code = _CODE.format(path=sys.path, package=PACKAGE)
         with tempfile.TemporaryFile() as file:
             pickle.dump(function, file)
@@ -79,6 +80,11 @@ class Process:
     def status(self) -> int:
         """Its exit status, for which this waits."""
         return self._process.wait()
+
+    def last_line(self) -> str:
+        """Return what it has printed last; '' if that is nothing."""
+        self._log.seek(0)
+        return (self._log.read().strip().splitlines() or [""])[-1]
 
     def _listen(self) -> None:
         assert self._process.stdout is not None

@@ -150,8 +150,8 @@ class Error:
     def of_output(self, output: Any, inputs: Inputs) -> float:
         """Return the largest error of what a forward returns."""
         values = [output] if torch.is_tensor(output) else output
-        few = checked(inputs["token_ids"])
-        found = values if self.work.mean else [at(one, few) for one in values]
+        ids = inputs["token_ids"]
+        found = values if self.work.mean else [at(x.view(ids.shape), checked(ids)) for x in values]
         outputs = self.exact(inputs)[0]
         return largest(values, found, outputs, [one.abs().clamp(min=1) for one in outputs])
 

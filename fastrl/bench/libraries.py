@@ -30,7 +30,8 @@ def _of_torch(function: Any, x: Tensor, head: Tensor, ids: Tensor) -> Any:
     return -function(x, head, ids, reduction="none", options=options)
 
 
-_LOGITS = (
+#: Log-probabilities of ids.
+LOGITS = (
     Peer("trl", "trl.trainer.utils:selective_log_softmax", _ids),
     Peer("verl", "verl.utils.torch_functional:logprobs_from_logits",
          lambda f, x: f(x["logits"], x["token_ids"], inplace_backward=False)),
@@ -39,7 +40,7 @@ _LOGITS = (
          lambda f, x: -f(x["logits"].flatten(0, -2), x["token_ids"].flatten(), reduction="none"),
          on_gpu=True),
 )  # fmt: skip
-_LINEAR = (
+LINEAR = (
     Peer("trl", "trl.kernels.chunked_logprob:ChunkedLogProbFunction",
          _linear(lambda f, *x: f.apply(x[0], x[1], None, x[2], 1.0, _TILE, None, 1.0, ())[0])),
     Peer("unsloth", "unsloth_zoo.rl_replacements:grpo_chunked_hidden_states_logprobs",
@@ -54,17 +55,10 @@ _LINEAR = (
 )  # fmt: skip
 
 
-def _logprobs_of(one: Peer) -> Peer:
-    def call(function: Any, inputs: Inputs) -> Tensor:
-        logprobs: Tensor = one.call(function, inputs)
-        return logprobs.view(inputs["token_ids"].shape)
-
-    return one._replace(call=call)
-
-
 def _loss_of(one: Peer) -> Peer:
     def call(function: Any, inputs: Inputs) -> Tensor:
-        return masked_mean(clipped(one.call(function, inputs), inputs), inputs)
+        logprobs = one.call(function, inputs).view(inputs["token_ids"].shape)
+        return masked_mean(clipped(logprobs, inputs), inputs)
 
     return one._replace(call=call)
 
@@ -96,8 +90,6 @@ def _liger_linear(kind: Any, inputs: Inputs) -> Any:
 
 
 STATS = (Peer("trl", "trl.trainer.utils:selective_log_softmax_and_entropy", _ids),)
-LOGITS = tuple(map(_logprobs_of, _LOGITS))
-LINEAR = tuple(map(_logprobs_of, _LINEAR))
 #: Liger writes the gradient over the logits.
 LIGER = Peer(
     "liger", "liger_kernel.transformers.grpo_loss:triton_grpo_loss", _liger, on_gpu=True,

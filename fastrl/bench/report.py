@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -125,6 +127,16 @@ NOTES = [
     "virtual machine changes while it is measured: compare two runs in which copies were as fast,",
     "and in which others (programs, or machines of the same host) took none of the cores.",
 ]
+
+
+def show(text: str, *, kept: bool = True) -> None:
+    """Say how far a command is; where it is no terminal only what is to be ``kept``."""
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns - 1  # 79 where a terminal has no size
+        sys.stderr.write(f"\r{text[:width]:<{width}}\r")
+    elif kept:
+        sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
 
 
 def head(columns: Sequence[str]) -> list[str]:

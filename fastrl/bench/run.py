@@ -10,7 +10,6 @@ import datetime
 import functools
 import json
 import math
-import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -170,13 +169,12 @@ class Run:
                     self._show()
             except TimeoutError:
                 hung = True
-            log.seek(0)
-            said = log.read().strip().splitlines() or ["it printed nothing"]
+            said = process.last_line() or "it printed nothing"
         over = time.monotonic() >= self.end - self.ending
         if over or (self.settings.plan.hurried and hung):
             self.cut.add(job or jobs[0])
         elif silent:
-            raise RuntimeError(f"the worker process ended before its first job: {said[-1]}")
+            raise RuntimeError(f"the worker process ended before its first job: {said}")
         elif job:  # it starts again without the provider that ended it
             provider, known = self.now[1], self.lost.setdefault(job, {})
             if provider and provider not in known:
@@ -232,12 +230,7 @@ class Run:
         ahead = min(left, spent / count * (len(self.names) - count)) if count else left
         job, provider = self.now if self.now[0] not in ended else ("", "")
         line = f"[{count}/{len(self.names)}] about {max(0, ahead):.0f} s left: {job} {provider}"
-        if sys.stderr.isatty():
-            width = shutil.get_terminal_size().columns  # 80 where a terminal has no size
-            sys.stderr.write(f"\r{line[: width - 1]:<{width - 1}}\r")
-        elif new:
-            sys.stderr.write(f"{line}\n")
-        sys.stderr.flush()
+        report.show(line, kept=bool(new))
 
 
 def _conditions(found: Mapping[str, Row]) -> dict[str, str]:

@@ -14,13 +14,12 @@ import json
 import math
 import shlex
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -29,7 +28,7 @@ from fastrl.bench import child, grpo_step
 from fastrl.bench.grpo_step import MEMORY, PARTS, SHAPES, TIMED, VARIANTS, Settings, model_config
 from fastrl.bench.machine import machine
 from fastrl.bench.plots import draw_or_say
-from fastrl.bench.report import Row, head, spread
+from fastrl.bench.report import Row, head, show, spread
 
 #: Default, least value, and meaning.
 NUMBERS: dict[str, tuple[int, int, str]] = {
@@ -68,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
         (folder / "step.md").write_text(markdown(found))
         if row["failure"].startswith(INTERRUPTED):
             break
-    _show("")
+    show("", kept=False)
     print(f"{markdown(found)}\nwritten: {folder / 'step.json'}, step.md")
     if row["failure"].startswith(INTERRUPTED):
         return 130
@@ -145,14 +144,17 @@ def _measure(variant: str, settings: Settings) -> Row:
     call = functools.partial(grpo_step.main, variant, settings)
     with TemporaryFile("w+", errors="replace") as errors, child.Process(call, errors) as running:
         try:
-            _show(f"{variant}: {part}")
+            show(f"{variant}: {part}")
             while (entry := running.heard()) is not None:
                 if "step" in entry:
                     steps.append(entry)
                 part = entry.get("part", part)
-                _show(f"{variant}: {part}")
-            if running.status:
-                failure = f"{part}: {_reason(running.status, errors)}"
+                show(f"{variant}: {part}")
+            if running.status < 0:
+                why = f"killed by signal {-running.status}, as Linux does when memory runs out"
+            else:
+                why = running.last_line()[:200] or f"exit status {running.status}"
+            failure = f"{part}: {why}" if running.status else ""
         except KeyboardInterrupt:
             failure = f"{INTERRUPTED} in step {len(steps) + 1}, {part}"
     counted = steps[TIMED:] or steps[MEMORY:]
@@ -165,23 +167,6 @@ def _measure(variant: str, settings: Settings) -> Row:
         "seconds": statistics.median(step["total"] for step in counted) if counted else None,
         "held": steps[0]["held"] if steps else None,
     }
-
-
-def _show(text: str) -> None:
-    """Show what is measured now; an empty text clears the line of a terminal."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r{text:<79.79}\r")
-    elif text:
-        sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
-
-
-def _reason(status: int, errors: IO[str]) -> str:
-    if status < 0:
-        return f"killed by signal {-status}, as Linux does when memory runs out"
-    errors.seek(0)
-    said = errors.read().strip().splitlines() or [f"exit status {status}"]
-    return said[-1][:200]
 
 
 def _part(name: str, steps: list[Row], peak: int | None) -> Row:

@@ -134,11 +134,12 @@ def measure(
 
 def _stages(providers: Sequence[Provider]) -> list[list[Provider]]:
     """Return which providers are called first, next and last."""
-    stages: list[list[Provider]] = [[], [], []]
-    for provider in providers:
+
+    def turn(provider: Provider) -> int:
         first = provider.kind == "eager" or provider.kind.startswith("fastrl")
-        stages[0 if first else 2 if provider.kind == "compile" else 1].append(provider)
-    return [stage for stage in stages if stage]
+        return 0 if first else 2 if provider.kind == "compile" else 1
+
+    return [[*stage] for _, stage in itertools.groupby(sorted(providers, key=turn), turn)]
 
 
 def launch_bound(case: Case) -> bool:
@@ -174,7 +175,13 @@ class Calls:
             act(provider, mine)
         except Exception as failure:
             mine.failure = _in_words(failure)
-            _raise_if_lost(provider, failure, self.device)
+            if self.device.type != "cuda":
+                return
+            try:
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+            except RuntimeError:
+                raise ContextLostError(provider.name, mine.failure) from failure
 
     def prepare(self, providers: Sequence[Provider], until: float) -> list[Provider]:
         """Check providers, and find how often each takes part; return those that time allows."""
@@ -317,12 +324,3 @@ class Calls:
 def _in_words(failure: Exception) -> str:
     reason = str(failure).strip().splitlines() or [""]
     return f"{type(failure).__name__}: {reason[0][:160]}"
-
-
-def _raise_if_lost(provider: Provider, failure: Exception, device: torch.device) -> None:
-    if device.type == "cuda":
-        try:
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-        except RuntimeError:
-            raise ContextLostError(provider.name, _in_words(failure)) from failure

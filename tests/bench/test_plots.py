@@ -18,15 +18,9 @@ FASTRL, LOST = 2.0, 1.0  # ms of 64 rows; a compiled form is faster than fastrl
 
 def provider(name, kind, ms, *, rows=64, peak=2e6, failure=""):
     seconds = {str(turn): ms / 1e3 * rows / 64 for turn in range(3)} if ms else {}
-    error = None if kind == "floor" or failure else 1e-6
-    return {
-        "name": name,
-        "kind": kind,
-        "seconds": seconds,
-        "error": error,
-        "failure": failure,
-        "peak": None if failure else int(peak * rows / 64),
-    }
+    known = {"name": name, "kind": kind, "seconds": seconds, "failure": failure}
+    known["error"] = None if kind == "floor" or failure else 1e-6
+    return known | {"peak": None if failure else int(peak * rows / 64)}
 
 
 def case(rows=64, vocabulary=1000, op="linear_policy_loss"):
@@ -65,31 +59,27 @@ def numbers(path):
     return re.search(r"<dc:description>(.*?)</dc:description>", path.read_text(), re.DOTALL)[1]
 
 
-def test_equal_results_are_equal_files(results, a_step, tmp_path):
+def test_equal_results_are_equal_files_and_pages_differ_in_colours_alone(results, a_step, tmp_path):
     for content in (results, a_step):
         first = plots.draw(content, tmp_path / "first")
         second = plots.draw(json.loads(json.dumps(content)), tmp_path / "second")
         assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
-
-
-def test_light_and_dark_differ_in_colours_alone(results, tmp_path):
-    drawn = plots.draw(results, tmp_path)
-    assert [path.name for path in drawn] == [
-        f"{name}-{page}.svg"
-        for name in ("overview", "time", "memory")
-        for page in ("light", "dark")
-    ]
-    for light, dark in zip(drawn[::2], drawn[1::2], strict=True):
-        assert light.read_text() != dark.read_text()
-        hidden = [re.sub("#[0-9a-f]{6}", "#", path.read_text()) for path in (light, dark)]
-        assert hidden[0] == hidden[1]
-        assert "sans-serif" in hidden[0]
-        assert "<text" in hidden[0]
-        assert "<dc:date>" not in hidden[0]
+        for light, dark in zip(first[::2], first[1::2], strict=True):
+            assert light.name.replace("light", "dark") == dark.name
+            assert light.read_text() != dark.read_text()
+            hidden = [re.sub("#[0-9a-f]{6}", "#", path.read_text()) for path in (light, dark)]
+            assert hidden[0] == hidden[1]
+            assert "sans-serif" in hidden[0]
+            assert "<text" in hidden[0]
+            assert "<dc:date>" not in hidden[0]
 
 
 def test_every_number_that_changes_changes_the_picture(results, tmp_path):
     before = {path.name: numbers(path) for path in plots.draw(results, tmp_path)}
+    assert [*before][::2] == [f"{name}-light.svg" for name in ("overview", "time", "memory")]
+    # also where fastrl is slower
+    assert f"torch.compile: {LOST / FASTRL:.4g}: 0" in before["overview-light.svg"]
+    assert "torch.compile: 64: 0.001" in before["time-light.svg"]
     assert "fastrl cpu: 64: 0.002, 256: 0.008, 1024: 0.032" in before["time-light.svg"]
     assert "eager: 64: 9e+06, 256: 3.6e+07, 1024: 1.44e+08" in before["memory-dark.svg"]
     for name, change in (("seconds", {"0": 7.0, "1": 7.0, "2": 7.0}), ("peak", 70_000_000)):
@@ -98,12 +88,6 @@ def test_every_number_that_changes_changes_the_picture(results, tmp_path):
         after = {path.name: numbers(path) for path in plots.draw(changed, tmp_path)}
         picture = {"seconds": "time", "peak": "memory"}[name]
         assert {one for one in after if after[one] != before[one]} >= {f"{picture}-light.svg"}
-
-
-def test_where_fastrl_is_slower_is_shown(results, tmp_path):
-    overview, *_ = plots.draw(results, tmp_path)
-    assert f"torch.compile: {LOST / FASTRL:.4g}: 0" in numbers(overview)
-    assert "torch.compile: 64: 0.001" in numbers(tmp_path / "time-light.svg")
 
 
 def test_rows_and_models_make_lines(results):
@@ -149,14 +133,11 @@ def test_a_step_is_bars_and_says_what_failed(a_step, tmp_path):
         assert said in light.read_text()
 
 
-def test_results_without_a_time_are_drawn(tmp_path):
+def test_what_is_unknown_is_not_drawn(results, tmp_path):
     nothing = case()
     nothing["providers"] = [provider("fastrl cpu", "fastrl", None, failure="it failed")]
     assert len(plots.draw({"machine": MACHINE, "cases": [nothing]}, tmp_path)) == 2
     assert plots.draw({"machine": MACHINE, "cases": []}, tmp_path) == []
-
-
-def test_memory_that_is_unknown_is_no_line(results, tmp_path):
     for one in results["cases"]:
         for row in one["providers"]:
             row["peak"] = None

@@ -4,6 +4,7 @@ In a row a list stands for each of its members; `combined.cases` makes the cases
 argument is a row here, which tests of values run on every backend.
 """
 
+from fastrl.bench.models import MODELS
 from fastrl.contract import AGGREGATIONS, KL_ESTIMATORS, KL_GRADIENTS, SURROGATES
 from fastrl.objective.presets import PRESETS
 
@@ -23,6 +24,7 @@ FLOATS = ["float32", "bfloat16", "float16"]
 DTYPES = ["float64", *FLOATS]  # compiled backends take no float64
 LAYOUTS = ["contiguous", "odd", "sliced", "transposed", "strided"]
 STATISTICS = ("logprobs", "entropy", "logsumexp", "sum_sq_probs", "is_top1")
+GPT2, QWEN3 = (MODELS[name].vocabulary for name in ("gpt2", "qwen3-0.6b"))
 SIZE = {"sequences": 5, "tokens": 7}
 TOKENS = {**SIZE, "masked_values": "nan"}
 
@@ -206,7 +208,7 @@ row(
     "vocabularies",
     **BESIDE,
     tokens=3,
-    vocabulary=[1, 2, 1025, 50257, 151936],
+    vocabulary=[1, 2, 1025, GPT2, QWEN3],
     dtype=FLOATS,
     fields=[{}, KL],
 )
@@ -262,7 +264,7 @@ row(
     "token_divergence",
     **OF_TEACHERS,
     tokens=3,
-    vocabulary=[1, 2, 130, 1025, 50257],
+    vocabulary=[1, 2, 130, 1025, GPT2],
     dtype=FLOATS,
     teacher_dtype=["like", "bfloat16"],
     spread=3.0,
@@ -310,7 +312,7 @@ row(
     "token_stats",
     **STATS,
     tokens=3,
-    vocabulary=[1, 2, 129, 1025, 32001, 50257, 151936],
+    vocabulary=[1, 2, 129, 1025, 32001, GPT2, QWEN3],
     dtype=FLOATS,
     spread=3.0,
 )
