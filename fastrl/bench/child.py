@@ -1,68 +1,57 @@
-"""Processes that a run starts: they import what this process imports, and say what they find."""
+"""Processes that a run starts, which import what this process imports, and what they say."""
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
-import pickle
-import queue
 import signal
-import subprocess
-import sys
-import tempfile
-import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import fastrl
+from fastrl import command_start
 
-#: The folder of the package that is measured.
-PACKAGE = str(Path(fastrl.__file__).resolve().parent)
-#: Python puts the current folder before all others; another fastrl may be there.
-_CODE = """\
-import sys
-sys.path[:] = {path!r}
-from fastrl.bench.child import main
-main({package!r})"""
+_SPAWN = multiprocessing.get_context("spawn")
 Entry = dict[str, Any]
 
 
 class Process:
-    """A process that calls ``function``; what it prints goes to ``log``, and not to `heard`.
+    """A process that calls ``function``; what it prints goes to the file ``log``.
 
     At the end of a ``with`` block it is killed, and with it what it has started.
     """
 
-    def __init__(self, function: Callable[[], Any], log: IO[str], **environment: str) -> None:
+    def __init__(self, function: Callable[[], Any], log: Path, **environment: str) -> None:
+        log.write_text("")
         self._log = log
-        code = _CODE.format(path=sys.path, package=PACKAGE)
-        with tempfile.TemporaryFile() as file:
-            pickle.dump(function, file)
-            file.seek(0)
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", code],
-                stdin=file,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env={**environment, **os.environ},
-                start_new_session=True,
-            )
-        self._said: queue.SimpleQueue[Entry | None] = queue.SimpleQueue()
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._said, say_to = _SPAWN.Pipe(duplex=False)
+        self._process = _SPAWN.Process(target=_call, args=(function, say_to, log))
+        before = dict(os.environ)
+        os.environ.update({**environment, **before})
+        masked = hasattr(signal, "pthread_sigmask")
+        if masked:  # Ctrl-C is for this process, which ends the other
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._process.start()
+        finally:
+            for name in environment.keys() - before.keys():
+                del os.environ[name]
+            if masked:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        say_to.close()
 
     def __enter__(self) -> Process:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._process.poll() is None:
-            if hasattr(os, "killpg"):
+        if self._process.is_alive() and self._process.pid is not None:
+            try:
                 os.killpg(self._process.pid, signal.SIGKILL)
-            else:  # Windows
+            except (AttributeError, ProcessLookupError):  # Windows, or it leads no session yet
                 self._process.kill()
-        self._process.wait()
+        self._process.join()
 
     def heard(self, deadline: float | None = None) -> Entry | None:
         """Return what it says next; None if it has ended.
@@ -71,42 +60,40 @@ class Process:
             TimeoutError: It has said nothing until ``deadline``, of the monotonic clock.
         """
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        if not self._said.poll(left):
+            raise TimeoutError
         try:
-            return self._said.get(timeout=left)
-        except queue.Empty:
-            raise TimeoutError from None
+            return self._said.recv()  # type: ignore[no-any-return]
+        except (EOFError, OSError):  # it may be killed within a word
+            return None
 
     @property
     def status(self) -> int:
         """Its exit status, for which this waits."""
-        return self._process.wait()
+        self._process.join()
+        return self._process.exitcode or 0
 
     def last_line(self) -> str:
         """Return what it has printed last; '' if that is nothing."""
-        self._log.seek(0)
-        return (self._log.read().strip().splitlines() or [""])[-1]
-
-    def _listen(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith('{"') and line.endswith("}\n"):  # it may be killed within one
-                self._said.put(json.loads(line))
-        self._said.put(None)
+        return (self._log.read_text(errors="replace").strip().splitlines() or [""])[-1]
 
 
-_out: IO[str] | None = None
+_parent: Connection | None = None
 
 
 def say(**entry: Any) -> None:
-    """Tell the parent process."""
-    print(json.dumps(entry), file=_out, flush=True)
+    """Tell the parent process, if this is one that a run has started."""
+    if _parent is not None:
+        _parent.send(entry)
 
 
-def main(package: str) -> None:
-    """Call the function that the parent, whose package is given, has written to the input."""
-    global _out
-    if package != PACKAGE:
-        sys.exit(f"the run is one of {package}, and this process has imported {PACKAGE}")
-    _out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    pickle.load(sys.stdin.buffer)()
+def _call(function: Callable[[], Any], parent: Connection, log: Path) -> None:
+    global _parent
+    if hasattr(os, "setsid"):
+        os.setsid()
+    command_start.done()
+    file = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    _parent = parent
+    function()

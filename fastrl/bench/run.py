@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+import fastrl
 from fastrl.bench import child, report
 from fastrl.bench.case import Case
 from fastrl.bench.conditions import COPY
@@ -66,7 +67,11 @@ class Run:
         self.cases = settings.cases()
         self.names = [case.name for case in self.cases]
         now = datetime.datetime.now().isoformat(timespec="seconds")
-        self.about: Row = {"command": command, "date": now, "package": child.PACKAGE}
+        self.about: Row = {
+            "command": command,
+            "date": now,
+            "package": str(Path(fastrl.__file__).resolve().parent),
+        }
         self.ceilings: dict[str, float] = {}
         self.found: dict[str, Row] = {}
         self.failed: dict[str, str] = {}  # why a job has no result
@@ -158,10 +163,7 @@ class Run:
         """Let a process make jobs, and find out what became of the last one."""
         call = functools.partial(work, self.settings, self.end - self.ending, jobs, self.lost)
         job, silent, last, hung = "", True, time.monotonic() + STARTING, False
-        with (
-            (self.out / "worker.log").open("w+", errors="replace") as log,
-            child.Process(call, log, **HEAP) as process,
-        ):
+        with child.Process(call, self.out / "worker.log", **HEAP) as process:
             try:
                 while (entry := process.heard(min(self.end, last))) is not None:
                     silent, last = False, time.monotonic() + self.silent

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -61,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
         "variants": [],
     }
     for variant in VARIANTS:
-        row = _measure(variant, settings)
+        row = _measure(variant, settings, folder)
         found["variants"].append(row)
         (folder / "step.json").write_text(json.dumps(found, indent=1) + "\n")
         (folder / "step.md").write_text(markdown(found))
@@ -137,12 +136,12 @@ def _predicted(settings: Settings, vocabulary: int) -> dict[str, int]:
     return {"loss": 2 * once, "backward": 3 * once}
 
 
-def _measure(variant: str, settings: Settings) -> Row:
+def _measure(variant: str, settings: Settings, folder: Path) -> Row:
     """Return a variant as a row of ``step.json``; if it ended early, ``failure`` says why."""
     steps: list[Row] = []
     part, failure = "loading", ""
     call = functools.partial(grpo_step.main, variant, settings)
-    with TemporaryFile("w+", errors="replace") as errors, child.Process(call, errors) as running:
+    with child.Process(call, folder / "step.log") as running:
         try:
             show(f"{variant}: {part}")
             while (entry := running.heard()) is not None:

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import weakref
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import fastrl
 from fastrl.bench import child, report, worker
 from fastrl.bench import run as runner
 from fastrl.bench.cases import SELECTIONS
@@ -53,7 +53,6 @@ def work(settings, end, jobs, lost):
         late = ROW | {"name": "a slow peer", "kind": "peer", "seconds": {}}
         say(job=job, partial=CASE | {"name": job, "providers": [ROW, late]})
         say(job=job, trying="a slow peer")
-        sys.stdout.write('{"job": "slow", "resu')  # not said, but printed
         time.sleep(600)
     if job == "ceilings":
         say(job=job, result={"copy GB/s": 1.0})
@@ -134,10 +133,10 @@ def test_a_folder_keeps_what_other_runs_have_measured(make_run, tmp_path):
     assert kept["cases"] == [case]
 
 
-def test_what_a_case_held_is_freed_before_the_next(monkeypatch, capsys):
+def test_what_a_case_held_is_freed_before_the_next(monkeypatch):
     sizes = tuple(size for size in SELECTIONS["smoke"] if size.op == "token_logprobs")
     one = Settings(sizes, ("forward", "both"), "cpu", Plan(1, 1, 1, 0.1), ("cpu",), (), tiny=True)
-    held = []
+    held, said = [], []
 
     def watched(case, *options, **limits):
         assert all(tensor() is None for tensor in held)
@@ -151,8 +150,8 @@ def test_what_a_case_held_is_freed_before_the_next(monkeypatch, capsys):
         return inputs
 
     monkeypatch.setattr(worker, "measure", watched)
+    monkeypatch.setattr(worker, "say", lambda **entry: said.append(entry))
     worker.work(one, float("inf"), [case.name for case in one.cases()], {})
-    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert sum("result" in entry for entry in said) == 2
     assert not any("failure" in entry for entry in said)
     assert len(held) > 4
@@ -162,14 +161,14 @@ def test_a_worker_imports_the_package_of_its_parent(tmp_path, monkeypatch):
     (tmp_path / "fastrl").mkdir()
     (tmp_path / "fastrl" / "__init__.py").write_text("raise SystemExit('the wrong package')")
     monkeypatch.chdir(tmp_path)
-    with tempfile.TemporaryFile("w+") as log, child.Process(do_nothing, log) as process:
+    with child.Process(where_it_is, tmp_path / "log") as process:
+        assert process.heard() == {"package": fastrl.__file__}
         assert process.heard() is None
         assert process.status == 0
-    with pytest.raises(SystemExit, match="the run is one of /elsewhere/fastrl, and this process"):
-        child.main("/elsewhere/fastrl")
 
 
-def do_nothing(): ...
+def where_it_is():
+    say(package=fastrl.__file__)
 
 
 def test_a_worker_that_does_not_start_says_why(make_run, monkeypatch):

@@ -2,8 +2,11 @@
 
 import json
 import os
+import signal
 import sys
+import time
 from contextlib import nullcontext
+from functools import partial
 from importlib.util import find_spec
 from unittest import mock
 
@@ -12,6 +15,7 @@ import torch
 
 import fastrl
 from fastrl.bench import command_line, step
+from fastrl.bench.child import Process, say
 from fastrl.bench.grpo_step import (
     PARTS,
     VARIANTS,
@@ -170,32 +174,45 @@ def test_a_missing_transformers_is_told_with_the_extra(monkeypatch, capsys):
 
 STEP = {"total": 1.0, "held": 1, "seconds": dict.fromkeys(PARTS, 0.1)}
 STEP["peaks"] = dict.fromkeys(PARTS, 5)
-STEPS = "\n".join(f"echo '{json.dumps({'step': number} | STEP)}'" for number in range(3))
+
+
+def ends(variant, settings, how):
+    """A variant that ends in its backward: at once, or in its fourth step."""
+    say(part="backward")
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "raised":
+        raise MemoryError("7 GB")
+    for number in range(3):
+        say(step=number, **STEP)
+    if how == "Ctrl-C":
+        time.sleep(1)
+        os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(60)
+    sys.exit(1)
 
 
 @pytest.mark.parametrize(
-    ("commands", "status", "failure", "parts"),
+    ("how", "status", "failure", "parts"),
     [
-        ("kill -KILL $$", 1, "backward: killed by signal 9, as Linux does when memory", 0),
-        ("echo 'OutOfMemoryError: 7 GB' >&2; exit 1", 1, "backward: OutOfMemoryError: 7 GB", 0),
-        (f"{STEPS}\nexit 1", 0, "backward: ", 6),
-        (f"{STEPS}\nsleep 1; kill -INT $PPID; sleep 60", 130, "interrupted in step 4, backw", 6),
+        ("killed", 1, "backward: killed by signal 9, as Linux does when memory", 0),
+        ("raised", 1, "backward: MemoryError: 7 GB", 0),
+        ("raised later", 0, "backward: exit status 1", 6),
+        ("Ctrl-C", 130, "interrupted in step 4, backward", 6),
     ],
-    ids=["killed", "raised", "raised later", "Ctrl-C"],
 )
 def test_a_variant_that_ends_early_is_a_row_that_says_why(
-    commands, status, failure, parts, monkeypatch, tmp_path
+    how, status, failure, parts, monkeypatch, tmp_path
 ):
-    program = tmp_path / "python"
-    pid = tmp_path / "pid"
-    program.write_text(
-        f"#!/bin/sh\necho $$ > '{pid}'\necho '{json.dumps({'part': 'backward'})}'\n{commands}\n"
-    )
-    program.chmod(0o700)
-    monkeypatch.setattr(sys, "executable", str(program))
+    started = []
+
+    def start(call, log):
+        started.append(Process(partial(ends, *call.args, how), log))
+        return started[-1]
+
+    monkeypatch.setattr(step.child, "Process", start)
     assert command_line.main(["step", *TINY, "--out", str(tmp_path)]) == status
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(pid.read_text()), 0)
+    assert not any(process._process.is_alive() for process in started)
     first, *others = json.loads((tmp_path / "step.json").read_text())["variants"]
     assert first["failure"].startswith(failure)
     assert len(first["parts"]) == parts
