@@ -65,7 +65,7 @@ SIMPLEST: dict[str, Any] = {
     # its logits are near the student's, the same, or of hidden states; or K tokens are known
     "teacher": "own",
     "teacher_dtype": "like",
-    "teacher_temperature": 1.0,
+    "teacher_temperature": 1.0,  # a float, or per-token
     "teacher_softcap": None,
     # linear forms
     "hidden": 1,

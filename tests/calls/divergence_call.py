@@ -1,4 +1,6 @@
-"""`token_divergence` and `linear_divergence`: arguments and expected results."""
+"""`token_divergence`, `linear_divergence`, and statistics of rows beside a teacher's: arguments and
+expected results.
+"""
 
 from typing import Any
 
@@ -6,18 +8,28 @@ import numpy as np
 
 import fastrl
 
-from .case import Case
+from .case import DIVERGENCES, Case
 from .linear_call import LinearCall
-from .oracle.bounded import of_results
+from .oracle.bounded import Bounded, of_results
 from .oracle.divergence import Divergence
 from .oracle.head import LinearHead
 from .oracle.rows import Head, Rows
 from .oracle.top_tokens import TopTokens
 from .policy_call import inplace_option
-from .rows_call import differentiated, row_arguments, upstream_of
-from .rows_data import LogitRows, ids_tensor, logits_of, lowest_of, rows_of
-from .tokens import MASKED_VALUES, as_held, flat_tensor
+from .rows_call import (
+    differentiated,
+    outputs_of,
+    parts_of,
+    row_arguments,
+    upstream_of,
+    upstreams_of,
+)
+from .rows_data import HEATS, LogitRows, ids_tensor, logits_of, lowest_of, rows_of
+from .tokens import MASKED_VALUES, as_held, flat_tensor, token_tensor
 from .trial import Trial
+
+#: What a teacher adds to the statistics of a row.
+OF_TEACHER = {"divergence", "teacher_entropy", "agrees"}
 
 
 def examine_divergence(trial: Trial) -> None:
@@ -28,17 +40,17 @@ def examine_divergence(trial: Trial) -> None:
     given = leaf * 1 if case.inplace else leaf
     oracle = rows.oracle(trial, logits)
     teacher, expected = compared_with(trial, rows, logits, oracle)
-    options = {**_arguments(rows), **inplace_option(case, "inplace_backward")}
-    if rows.sets is None:
-        result = trial.call(given, teacher, **options)
-    else:  # which the function itself does not take
-        ids, options = ids_tensor(rows), options | _kept_arguments(rows, teacher)
-        result = trial.call(given, ids, function="token_stats", **options).divergence
-    trial.expect({"divergence": result}, _placed(rows, expected))
-    if trial.backward({"logits": leaf}, *differentiated(rows, {"divergence": result})):
-        gradient = expected.gradient(_upstream(rows))
-        want = {"logits": rows.tokens.placed(gradient, rows.active)}
-        trial.expect_gradients({"logits": leaf}, want)
+    inplace = inplace_option(case, "inplace_backward")
+    if _is_alone(rows):
+        parts = {"divergence": trial.call(given, teacher, **_arguments(rows), **inplace)}
+    else:
+        options = {**_stats_arguments(rows, teacher), **inplace}
+        result = trial.call(given, ids_tensor(rows), function="token_stats", **options)
+        parts = parts_of(result)
+    trial.expect(parts, _placed(rows, oracle, expected))
+    if trial.backward({"logits": leaf}, *differentiated(rows, parts)):
+        want = rows.tokens.placed(_gradient(rows, oracle, expected), rows.active)
+        trial.expect_gradients({"logits": leaf}, {"logits": want})
 
 
 def examine_linear_divergence(trial: Trial) -> None:
@@ -47,15 +59,16 @@ def examine_linear_divergence(trial: Trial) -> None:
     logits = np.zeros((rows.tokens.total, case.vocabulary))
     logits[rows.active] = call.oracle.x
     teacher, expected = compared_with(trial, rows, logits, call.oracle, call.x_error)
-    if rows.sets is None:
-        result = call.made(trial, teacher, **_arguments(rows))
+    if _is_alone(rows):
+        parts = {"divergence": call.made(trial, teacher, **_arguments(rows))}
     else:
-        options = _arguments(rows) | _kept_arguments(rows, teacher)
-        result = call.made(trial, function="linear_token_stats", **options).divergence
-    trial.expect({"divergence": result}, _placed(rows, expected))
-    if trial.backward(call.moving, *differentiated(rows, {"divergence": result})):
-        upstream = _upstream(rows)
-        want = call.gradients(expected.gradient(upstream), upstream == 0)
+        options = _stats_arguments(rows, teacher)
+        parts = parts_of(call.made(trial, function="linear_token_stats", **options))
+    trial.expect(parts, _placed(rows, call.oracle, expected))
+    if trial.backward(call.moving, *differentiated(rows, parts)):
+        statistics = upstreams_of(rows, call.oracle)
+        idle = np.logical_and.reduce([_upstream(rows) == 0, *(g.value == 0 for g in statistics)])
+        want = call.gradients(_gradient(rows, call.oracle, expected), idle)
         trial.expect_gradients(call.moving, want)
 
 
@@ -77,7 +90,10 @@ def compared_with(
     has_tail = bool(random.random() < 0.8)
     dtype = case.dtype if case.teacher_dtype == "like" else case.teacher_dtype
     logprobs = as_held(np.minimum(np.take_along_axis(logprobs, ids, 1), 0.0), dtype)
-    of_ids = flat_tensor(case, ids, case.ids_dtype).view(*tokens.shape, count)
+    given = ids
+    if case.masked_values != "usual":  # they may be anything under the mask
+        given = np.where(rows.active[:, None], ids, random.choice([-9, 2**30, vocabulary]))
+    of_ids = flat_tensor(case, given, case.ids_dtype).view(*tokens.shape, count)
     teacher = fastrl.Teacher.from_top_k(
         of_ids, _wide(rows, logprobs, dtype), has_tail=has_tail, beta=case.beta
     )
@@ -90,11 +106,15 @@ def teacher_of(trial: Trial, rows: LogitRows, logits: np.ndarray) -> tuple[fastr
     case, tokens, active = trial.case, rows.tokens, rows.active
     random = case.random("teacher")
     kind, dtype = case.teacher, case.dtype if case.teacher_dtype == "like" else case.teacher_dtype
-    heat = np.full(tokens.total, case.teacher_temperature)
+    given: Any = case.teacher_temperature  # a float, or per-token
+    heat = np.full(tokens.total, given if given != "per-token" else 1.0)
+    if given == "per-token":
+        heat = as_held(case.random("teacher temperature").choice(HEATS, tokens.total), "float32")
+        given = token_tensor(case, tokens, heat, "float32")
     head = Head(heat[active], 1.0, case.teacher_softcap, trial.on_gpu_kernels)
     options = {
         "beta": case.beta,
-        "temperature": case.teacher_temperature,
+        "temperature": given,
         "logit_softcap": case.teacher_softcap,
     }
     arithmetic = of_results(case.dtype, *_weights(case))
@@ -136,7 +156,7 @@ def _weights(case: Case) -> tuple[str, ...]:
 def _wide(rows: LogitRows, values: np.ndarray, dtype: str) -> Any:
     case, tokens = rows.case, rows.tokens
     if case.masked_values != "usual":
-        values = np.where(tokens.valid[:, None], values, MASKED_VALUES[case.masked_values])
+        values = np.where(rows.active[:, None], values, MASKED_VALUES[case.masked_values])
     return flat_tensor(case, values, dtype).view(*tokens.shape, values.shape[1])
 
 
@@ -145,14 +165,32 @@ def _arguments(rows: LogitRows) -> dict[str, Any]:
     return {name: x for name, x in arguments.items() if name not in ("ignore_index", "kept")}
 
 
-def _kept_arguments(rows: LogitRows, teacher: fastrl.Teacher) -> dict[str, Any]:
-    arguments = row_arguments(rows)
-    given = {name: arguments[name] for name in ("ignore_index", "kept") if name in arguments}
-    return {**given, "teacher": teacher, "outputs": ("divergence",)}
+def _is_alone(rows: LogitRows) -> bool:
+    """Say whether the call is that of the divergence itself, which takes no sets."""
+    return rows.case.function in DIVERGENCES and rows.sets is None
 
 
-def _placed(rows: LogitRows, expected: Divergence | TopTokens) -> dict[str, Any]:
-    return {"divergence": rows.tokens.placed(expected.divergence(), rows.active)}
+def _stats_arguments(rows: LogitRows, teacher: fastrl.Teacher) -> dict[str, Any]:
+    return {**row_arguments(rows), "teacher": teacher, "outputs": outputs_of(rows.case)}
+
+
+def _placed(rows: LogitRows, oracle: Rows, expected: Divergence | TopTokens) -> dict[str, Any]:
+    known = {"divergence": expected.divergence}
+    if isinstance(expected, Divergence):
+        known |= {"agrees": expected.agrees, "teacher_entropy": lambda: expected.teacher.entropy}
+    return {
+        name: rows.tokens.placed(
+            known[name]() if name in known else getattr(oracle, name), rows.active
+        )
+        for name in outputs_of(rows.case)
+    }
+
+
+def _gradient(rows: LogitRows, oracle: Rows, expected: Divergence | TopTokens) -> Bounded:
+    of_teacher = expected.gradient(_upstream(rows))
+    if rows.case.function in DIVERGENCES:
+        return of_teacher
+    return of_teacher + oracle.gradient(*upstreams_of(rows, oracle))
 
 
 def _upstream(rows: LogitRows) -> np.ndarray:

@@ -15,6 +15,7 @@ from .oracle.rows import Head, Rows
 from .tokens import MASKED_VALUES, Tokens, as_held, flat_tensor, laid_out, token_tensor, tokens_of
 from .trial import Trial
 
+HEATS = [0.5, 0.7, 1.0, 1.3, 3.0, 10.0]  # temperatures of tokens
 BLOCK = 4096  # columns that the CPU kernel reads at once
 
 
@@ -89,7 +90,7 @@ def _temperatures(case: Case, tokens: Tokens) -> np.ndarray:
         return np.full(tokens.total, float(case.temperature))
     counts = {"0-d": 1, "per-token": tokens.total}
     of_count = counts.get(case.temperature, tokens.shape[0])
-    drawn = case.random("temperature").choice([0.5, 0.7, 1.0, 1.3, 3.0, 10.0], of_count)
+    drawn = case.random("temperature").choice(HEATS, of_count)
     drawn = as_held(drawn, case.temperature_dtype)
     return np.repeat(drawn, tokens.total // max(of_count, 1))
 
@@ -136,10 +137,10 @@ def ids_tensor(rows: LogitRows) -> Tensor:
 
 
 def wide_tensor(rows: LogitRows, values: np.ndarray, *, garbage: bool = True) -> Tensor:
-    """Return values `[N, K]` as a tensor, with the case's values where masked."""
+    """Return values `[N, K]` as a tensor, with the case's values in rows that do not count."""
     case, tokens = rows.case, rows.tokens
     if garbage and case.masked_values != "usual":
-        values = np.where(tokens.valid[:, None], values, MASKED_VALUES[case.masked_values])
+        values = np.where(rows.active[:, None], values, MASKED_VALUES[case.masked_values])
     result = flat_tensor(case, values, case.dtype).view(*tokens.shape, values.shape[1])
     return laid_out(result, case.logits_layout)
 

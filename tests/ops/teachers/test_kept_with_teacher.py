@@ -58,36 +58,6 @@ def assert_near(found, wanted, bound=5e-5):
     assert (found.double() - wanted).abs().max() <= bound * wanted.abs().max().clamp(min=1e-3)
 
 
-@pytest.mark.parametrize("count", [1, 7, None])
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("kind", ["hidden", "logits"])
-@pytest.mark.parametrize("form", ["logits", "hidden"])
-def test_statistics_and_their_gradients(backend, form, kind, beta, count):
-    student, teacher, ids, kept = drawn(count)
-    leaves = [x.requires_grad_() for x in student]
-    options = {"kept": kept, "teacher": given_teacher(kind, teacher, beta), "backend": backend}
-    mask = torch.arange(B * T).view(B, T) % 5 > 0
-    options |= {"mask": mask, "outputs": OUTPUTS}
-    if form == "logits":
-        stats = fastrl.token_stats(leaves[0] @ leaves[1].T, ids, **options)
-    else:
-        stats = fastrl.linear_token_stats(*leaves, ids, chunk_tokens=4, **options)
-    exact, logits, of_teacher = truth_of(student, teacher, kind, beta, excluding(kept, ids))
-    options |= {"kept": None, "teacher": of_teacher, "backend": "reference"}
-    truth = fastrl.token_stats(logits, ids, **options)
-    for name, got, want in zip(OUTPUTS, stats, truth, strict=True):
-        if want.dtype == torch.bool:
-            assert torch.equal(got, want), name
-        else:
-            torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=5e-6, msg=name)
-    slopes = torch.randn(3, B, T)
-    for one in (stats, truth):
-        every = torch.stack([one.logprobs, one.entropy, one.divergence])
-        (slopes.to(every.dtype) * every).sum().backward()
-    for x, y in zip(leaves, exact, strict=True):
-        assert_near(x.grad, y.grad)
-
-
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("kind", ["hidden", "logits"])
