@@ -4,29 +4,30 @@ In a row a list stands for each of its members; `combined.cases` makes the cases
 argument is a row here, which tests of values run on every backend.
 """
 
-from fastrl.bench.models import MODELS
 from fastrl.contract import AGGREGATIONS, KL_ESTIMATORS, KL_GRADIENTS, SURROGATES
 from fastrl.objective.presets import PRESETS
 
+from . import companion_rows
 from .case import LOSSES
 from .combined import each
 from .objectives import OWN
+from .row_options import (
+    BY,
+    DTYPES,
+    FLOATS,
+    GPT2,
+    KL,
+    LAYOUTS,
+    MASKS,
+    QWEN3,
+    SIZE,
+    STATISTICS,
+    TOKENS,
+    Table,
+)
 
-ROWS = {}
-
-
-def row(function, *which, **options):
-    ROWS[": ".join([function, *which])] = function, options
-
-
-MASKS = ["all", "none", "holes", "ragged", "without-first", "one"]
-FLOATS = ["float32", "bfloat16", "float16"]
-DTYPES = ["float64", *FLOATS]  # compiled backends take no float64
-LAYOUTS = ["contiguous", "odd", "sliced", "transposed", "strided"]
-STATISTICS = ("logprobs", "entropy", "logsumexp", "sum_sq_probs", "is_top1")
-GPT2, QWEN3 = (MODELS[name].vocabulary for name in ("gpt2", "qwen3-0.6b"))
-SIZE = {"sequences": 5, "tokens": 7}
-TOKENS = {**SIZE, "masked_values": "nan"}
+ROWS = Table()
+row = ROWS.row
 
 # --- values, rewards, weights, means
 
@@ -93,7 +94,6 @@ row(
 
 # --- losses
 
-KL = {"kl_coef": 0.1, "entropy_coef": 0.02}
 KLS = [{**KL, "kl_estimator": name} for name in KL_ESTIMATORS]
 OBJECTIVES = {"objective": [*PRESETS, *OWN], "fields": [{}, {"entropy_coef": -0.5}, *KLS]}
 BESIDE = {"old": "near", "ref": "near"}
@@ -127,7 +127,6 @@ BANNED = [("inf-chosen", "both-inf"), ("inf-chosen", "ref-both-inf"), ("inf-but-
 BANNED += [("ignored",)]
 CLIPPED = {**TOKENS, "objective": [*PRESETS], "old": [None, "near", "bounds"], "mask": MASKS}
 PACKED = {**CLIPPED, "layout": "cut", "objective": ["grpo", "gspo", "gmpo", "cispo"]}
-BY = ["token", "sequence"]
 OF_LOGPROBS = {**TOKENS, "mask": "holes", "entropy": True}
 row("policy_loss", **OF_LOGPROBS, **OBJECTIVES, **BESIDE, dtype=DTYPES, advantages=BY)
 row("policy_loss", "masks", **CLIPPED)
@@ -253,84 +252,6 @@ row(
     some=3,
 )
 
-# --- divergences
-
-OF_TEACHERS = {
-    "upstream": "random",
-    "beta": [0.0, 0.1, 0.5, 1.0],
-    "teacher": ["own", "near", "hidden"],
-}
-row(
-    "token_divergence",
-    **OF_TEACHERS,
-    tokens=3,
-    vocabulary=[1, 2, 130, 1025, GPT2],
-    dtype=FLOATS,
-    teacher_dtype=["like", "bfloat16"],
-    spread=3.0,
-)
-row(
-    "token_divergence",
-    "scaled",
-    **OF_TEACHERS,
-    tokens=3,
-    vocabulary=77,
-    dtype=DTYPES,
-    logit_softcap=[None, 5.0],
-    temperature=[0.7, "per-token"],
-    teacher_temperature=0.5,
-    teacher_softcap=[None, 5.0],
-)
-EXCLUDED = [("inf-some",), ("lowest-some",)]
-row(
-    "token_divergence",
-    "unusual rows",
-    **OF_TEACHERS,
-    tokens=4,
-    vocabulary=[130, 8292],
-    features=[("offset",), ("ties",), ("far-chosen",), *EXCLUDED, ("inf-block",), ("nan-one",)],
-)
-NEAR_ENDS = [1e-9, 1e-6, 1e-4, 1e-3]
-row(
-    "token_divergence",
-    "next to the ends of Jensen-Shannon",
-    upstream="random",
-    tokens=4,
-    vocabulary=[6, 300],
-    beta=[*NEAR_ENDS, *(1 - x for x in NEAR_ENDS)],
-    teacher=["own", "tokens"],
-    spread=[0.3, 12.0],
-    features=[(), *EXCLUDED],
-)
-#: Of few tokens, K of which may be all.
-OF_TOP_K = {**OF_TEACHERS, "teacher": "tokens", "teacher_dtype": [*DTYPES]}
-row(
-    "token_divergence",
-    "tokens",
-    **OF_TOP_K,
-    tokens=4,
-    vocabulary=[2, 5, 77, 8292],
-    dtype=DTYPES,
-    spread=[2.0, 30.0],
-    temperature=[1.0, 0.1, "per-token"],
-    logit_softcap=[None, 20.0],
-    features=[(), ("inf-some",), ("sure-chosen",)],
-)
-row(
-    "linear_divergence",
-    **OF_TEACHERS | {"teacher": ["own", "near", "hidden", "tokens"]},
-    **TOKENS,
-    vocabulary=77,
-    hidden=8,
-    mask=MASKS,
-    dtype=["float32", "bfloat16"],
-    bias=[False, True],
-    lora=[0, 3],
-    chunk_tokens=[7, None],
-    compact=[True, False],
-    features=[(), *EXCLUDED],
-)
-
 # --- statistics of tokens
 
 UNUSUAL = ["offset", "ties", "largest", "tiny", "ignored", "far-chosen", "sure-chosen"]
@@ -406,38 +327,4 @@ row("logits_policy_loss", "in place", **SIZE, **BESIDE, **IN_PLACE, logits_layou
 OF_HIDDEN |= {"outputs": STATISTICS, "upstream": ["random", "some-zero"]}
 row("linear_token_stats", **OF_HIDDEN, dtype=FLOATS, chunk_tokens=[1, 7, 64, None])
 
-OF_STUDENT = ("logprobs", "entropy", "divergence")
-OF_BOTH = (*STATISTICS, "divergence", "teacher_entropy", "agrees")
-BESIDE_A_TEACHER = {
-    "sequences": 2,
-    "tokens": 3,
-    "masked_values": "nan",
-    "mask": "holes",
-    "beta": [0.0, 0.4, 1.0],
-    "upstream": ["random", "some-zero"],
-    "spread": 2.0,
-    "temperature": [1.0, "per-token"],
-}
-BESIDE_ITS_LOGITS = {
-    "outputs": [OF_STUDENT, OF_BOTH],
-    "dtype": FLOATS,
-    "teacher": ["own", "near", "hidden"],
-    "teacher_dtype": ["like", "float64", "bfloat16"],
-    "teacher_temperature": [0.5, "per-token"],
-    "kept": [None, "one", "ragged", "all"],
-}
-#: In float32: of 16 bits the gradient of the other statistics is rounded before the K tokens'.
-BESIDE_ITS_TOKENS = {"outputs": [OF_STUDENT, (*STATISTICS, "divergence")], "teacher": "tokens"}
-WITHOUT_ROWS = {"sequences": [0, 2], "tokens": [0, 2], "mask": "none"}
-SOFTCAPS = {"logit_softcap": [None, 5.0], "teacher_softcap": [None, 5.0]}
-IGNORED = {"features": [(), ("ignored",)], "ignore_index": [-100, 3]}
-for which, options in (
-    ("a teacher", {**BESIDE_ITS_LOGITS, **SOFTCAPS}),
-    ("tokens of a teacher", BESIDE_ITS_TOKENS),
-):
-    of_logits = {**BESIDE_A_TEACHER, **options, **IGNORED, "vocabulary": [5, 77, 5000]}
-    row("token_stats", f"beside {which}", **of_logits)
-    row("token_stats", f"beside {which}, without rows", **{**of_logits, **WITHOUT_ROWS})
-    of_hidden = {**BESIDE_A_TEACHER, **options, **IGNORED, "vocabulary": 77, "hidden": 8}
-    of_hidden |= {"chunk_tokens": [None, 2], "compact": [True, False], "logit_softcap": None}
-    row("linear_token_stats", f"beside {which}", **of_hidden)
+ROWS |= companion_rows.ROWS

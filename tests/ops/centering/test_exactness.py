@@ -1,12 +1,13 @@
 """Where score centering is exact or has no effect, rows with hardly a tail, and expectations."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
 import fastrl
-from fastrl import RolloutCorrection, Teacher, TopKLogprobs
+from fastrl import KeptTokens, RolloutCorrection, Teacher, TopKLogprobs
 from tests.ops.centering.centered_losses import (
     WEIGHTS,
     B,
@@ -15,9 +16,7 @@ from tests.ops.centering.centered_losses import (
     V,
     centered,
     drawn,
-    exact_loss,
     factors,
-    weight_at,
     without,
 )
 from tests.ops.closeness import assert_same
@@ -34,6 +33,71 @@ def outcome(logits, backend, **given):
     return {"loss": result.loss.detach(), "d": leaf.grad, **result.metrics}
 
 
+def with_terms_of_a_teacher(logits, given, top, teacher):
+    """The gradient of the logits in float64: of the loss without its teacher, and the divergence's.
+
+    Losses without a teacher are compared with the oracle.
+    """
+    o, leaf = given["objective"], logits.double().requires_grad_()
+    coefficient = o.kl_coef if o.has_exact_kl else o.teacher_coef
+    alone = {"teacher_coef": 0.0} | ({"kl_coef": None} if o.has_exact_kl else {})
+    plain = dataclasses.replace(o, **alone, kl_estimator="k3")
+    call = {**given, "objective": plain, "rollout_top_k": top, "backend": "reference"}
+    loss = fastrl.logits_policy_loss(leaf, **call).loss
+    if teacher is not None:
+        names = given.keys() & {"token_ids", "mask", "kept", "temperature"}
+        call = {name: given[name] for name in names} | {"outputs": ("divergence",)}
+        stats = fastrl.token_stats(leaf, **call, teacher=teacher, backend="reference")
+        weights = fastrl.token_weights(given["mask"], aggregation=o.aggregation)
+        loss = loss + coefficient * (weights * stats.divergence).sum()
+    loss.backward()
+    return leaf.grad
+
+
+def teacher_of(kind):
+    logits = torch.randn(B, T, V)
+    if kind == "tokens":
+        values, ids = logits.log_softmax(-1).topk(3)
+        return Teacher.from_top_k(ids, values, beta=0.5)
+    if kind == "hidden":
+        return Teacher.from_hidden(logits, torch.eye(V), beta=0.3)
+    return Teacher.from_logits(logits, beta=0.3 if kind == "logits" else 1.0)
+
+
+@pytest.mark.parametrize("kept_count", [None, 1, 12])
+@pytest.mark.parametrize("kind", ["hidden", "logits", "exact KL", "tokens"])
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+def test_beside_a_teacher(backend, form, kind, kept_count):
+    """Also over sets that lack tokens of the sampler; every third row has no set."""
+    if kind == "tokens" and kept_count is not None:
+        pytest.skip("log-probabilities of some tokens are refused beside sets")
+    o = centered("reinforce", *WEIGHTS["truncated"], teacher_coef=0.5)
+    if kind == "exact KL":
+        o = centered("reinforce", kl_estimator="exact", kl_coef=0.5)
+    logits, given, top, _ = drawn(o)
+    given |= {"temperature": 0.8}
+    if kept_count is not None:
+        sets = [torch.randperm(V)[:kept_count].tolist() if n % 3 else [] for n in range(B * T)]
+        given["kept"] = KeptTokens.from_lists(sets)
+    teacher, leaf = teacher_of(kind), logits.clone().requires_grad_()
+    head = [torch.eye(V)] * (form == "hidden")  # the gradient is that of the logits
+    call = {**given, "teacher": teacher, "rollout_top_k": top, "backend": backend}
+    function = fastrl.linear_policy_loss if head else fastrl.logits_policy_loss
+    function(leaf, *head, **call).loss.backward()
+    exact = with_terms_of_a_teacher(logits, given, top, teacher)
+    assert (leaf.grad - exact).abs().max() <= 2e-5 * exact.abs().max()
+
+
+#: The weight of a token with the ratio r = p / q.
+WEIGHED = {
+    "none": torch.ones_like,
+    "truncated": lambda r: r.clamp(0.7, 1.3),
+    "unbounded": lambda r: r,
+    "masked": lambda r: r * ((r >= 0.7) & (r <= 1.3)),
+    "filtered": lambda r: ((r >= 0.7) & (r <= 1.3)).double(),
+}
+
+
 @pytest.mark.parametrize("kind", [*WEIGHTS])
 def test_the_whole_vocabulary_gives_the_expectation(backend, kind):
     o = centered("reinforce", *WEIGHTS[kind])
@@ -48,7 +112,7 @@ def test_the_whole_vocabulary_gives_the_expectation(backend, kind):
     plain = outcome(logits, backend, **given | {"objective": without(o)})["d"]
     leaf = logits.double().requires_grad_()
     log_p = leaf.log_softmax(-1)
-    expected = (log_q.exp() * weight_at((log_p.detach() - log_q).exp(), o) * log_p).sum(-1)
+    expected = (log_q.exp() * WEIGHED[kind]((log_p.detach() - log_q).exp()) * log_p).sum(-1)
     (factors(given, o) * expected).sum().backward()
     exact = plain.double() + leaf.grad
     assert (found - exact).abs().max() <= 5e-7 * max(exact.abs().max(), leaf.grad.abs().max())
@@ -103,26 +167,6 @@ def test_garbage_in_masked_rows_is_inert(backend, sequences, teacher):
     assert_same(outcome(logits, backend, **given, rollout_top_k=top), clean)
 
 
-@pytest.mark.parametrize("kind", [*WEIGHTS])
-def test_tokens_of_probability_zero(backend, kind):
-    """The policy's, the sampler's, and both: constants of the loss."""
-    o = centered("reinforce", *WEIGHTS[kind])
-    logits, given, top, _ = drawn(o)
-    ids = top.token_ids.clamp(min=0)
-    logits.scatter_(-1, ids[..., :2], -torch.inf)
-    top.logprobs[..., 1:3] = -torch.inf
-    own = given["token_ids"][..., None]
-    given["mask"] &= logits.gather(-1, own)[..., 0].isfinite()
-    found = outcome(logits, backend, **given, rollout_top_k=top)
-    exact = logits.double().requires_grad_()
-    loss, _ = exact_loss(exact, given, top, factors(given, o))
-    loss.backward()
-    torch.testing.assert_close(found["loss"].double(), loss.detach(), rtol=1e-5, atol=1e-6)
-    bound = 2e-5 * exact.grad.abs().max()
-    assert (found["d"] - exact.grad).abs().max() <= bound
-    assert found["head_kl"] == torch.inf
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("beside", ["alone", "a teacher", "a teacher's tokens"])
 @pytest.mark.parametrize("form", ["logits", "hidden"])
@@ -143,25 +187,25 @@ def test_rows_with_hardly_a_tail(backend, form, beside, dtype, monkeypatch):
     o = centered("reinforce", teacher_coef=float(beside != "alone"))
     given = {"token_ids": torch.arange(rows)[None] % 5, "advantages": torch.ones(1)}
     given |= {"mask": torch.ones(1, rows), "objective": o}
-    if beside == "a teacher":
-        given["teacher"] = Teacher.from_logits(torch.randn(1, rows, V))
-    elif beside != "alone":
-        seen = torch.arange(3).expand(1, rows, 3)
-        given["teacher"] = Teacher.from_top_k(seen, torch.full((1, rows, 3), -2.0))
+    seen = torch.arange(3).expand(1, rows, 3)
+    teacher = {
+        "alone": None,
+        "a teacher": Teacher.from_logits(torch.randn(1, rows, V)),
+        "a teacher's tokens": Teacher.from_top_k(seen, torch.full((1, rows, 3), -2.0)),
+    }[beside]
     if form == "logits":
-        found = outcome(logits, backend, **given, rollout_top_k=top)["d"]
+        found = outcome(logits, backend, **given, teacher=teacher, rollout_top_k=top)["d"]
     else:  # a head of unit vectors: its gradient is that of the logits
         if backend in ("triton", "cuda"):
             multiply_as_on_a_gpu(monkeypatch.setattr)
             narrowed = torch.bfloat16 if dtype == torch.float16 else dtype
         head = logits[0].T.contiguous().requires_grad_()
         unit = torch.eye(rows, dtype=dtype)[None]
-        call = {**given, "rollout_top_k": top, "backend": backend}
+        call = {**given, "teacher": teacher, "rollout_top_k": top, "backend": backend}
         fastrl.linear_policy_loss(unit, head, **call).loss.backward()
         found = head.grad.T[None]
-    exact = logits.double().requires_grad_()
-    exact_loss(exact, given, top, factors(given, o))[0].backward()
-    error, size = (found - exact.grad).abs(), exact.grad.abs()
+    exact = with_terms_of_a_teacher(logits, given, top, teacher)
+    error, size = (found - exact).abs(), exact.abs()
     of_alpha, float32 = 8 * 2**-24 / tail, 2**-23
     own = torch.finfo(narrowed).eps if dtype != torch.float32 else 0.0
     cancelled = 8 * float32 * 300 / rows if beside != "alone" else 1e-3 * float32
