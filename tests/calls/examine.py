@@ -46,14 +46,14 @@ class Verdict(NamedTuple):
     refused: bool = False
 
 
-def examine(case: Case, backend: str, device: str) -> Verdict:
-    """Return the differences between a call and its oracle."""
+def examine(case: Case, backend: str, device: str, kind: Callable[..., Trial] = Trial) -> Verdict:
+    """Return the differences between a call and its oracle; `kind` makes the trial."""
     # plain torch and user functions have no compiled backend
     plain = case.function in IN_TORCH or case.objective.startswith("own")
     name = case.function
     if divergence_call.OF_TEACHER & {*case.outputs}:
         name = BESIDE_A_TEACHER[name]
-    trial = Trial(case, "auto" if plain and backend in COMPILED else backend, device)
+    trial = kind(case, "auto" if plain and backend in COMPILED else backend, device)
     try:
         with np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)

@@ -1,6 +1,7 @@
 """A vocabulary that is split over gloo ranks gives what one process gives."""
 
 import contextlib
+import random
 from collections import Counter
 from unittest import mock
 
@@ -16,56 +17,78 @@ from fastrl.ops._rows import order as row_order
 from fastrl.ops._rows import statistics as row_statistics
 from fastrl.ops._rows.projected import ProjectedRows
 from fastrl.ops._rows.statistics import OF_ROW
+from tests.calls.combined import cases
+from tests.calls.table import ROWS as TABLE
 from tests.ops.ranks.gloo_ranks import on_ranks
 from tests.ops.ranks.vocabulary_ranks import (
-    DTYPES,
-    LOSSES,
     ROWS,
-    SCALINGS,
-    SPLITS,
     batch,
+    cases_on_ranks,
     columns,
-    drawn_on_ranks,
     leaves,
-    linear_on_ranks,
-    logits_on_ranks,
+    teachers_on_ranks,
 )
 
-#: One that is tried after every change: all sizes differ, a part is banned as a whole, and a token
-#: of the last part has the id 1 there, which is also an `ignore_index`.
-FEW = (80, 1, 240), torch.float32, (60, 81)
-CASES = [
-    FEW,
-    *(
-        pytest.param(sizes, dtype, banned, marks=pytest.mark.slow)
-        for sizes, banned in SPLITS.items()
-        for dtype in DTYPES
-    ),
+#: Sizes of parts; one has a single column, which rows and a bias exclude.
+SPLITS = [(32, 32), (1, 310), (104, 104, 103), (80, 1, 150, 80)]
+FEW = (80, 1, 240)
+#: Rows of the table: everything that turns logits into log-probabilities, teachers, samplers.
+ROWS_ON_RANKS = [
+    *("token_stats: scale, softcap, temperature", "token_stats: beside a teacher"),
+    *("token_stats: beside tokens of a teacher", "token_divergence: unusual rows"),
+    *("logits_policy_loss", "logits_policy_loss: centered rows"),
+    *("linear_token_stats: beside a teacher", "linear_token_stats: beside tokens of a teacher"),
+    *("linear_policy_loss: heads", "linear_policy_loss: frozen, autocast"),
+    "linear_policy_loss: centered rows",
 ]
 
 
-@pytest.mark.parametrize(("sizes", "dtype", "banned"), CASES, ids=str)
-@pytest.mark.parametrize("form", [logits_on_ranks, linear_on_ranks])
-def test_equal_to_the_whole_vocabulary_and_on_all_ranks(backend, form, sizes, dtype, banned):
-    # eager torch takes its time: a loss in one pass, and one in two
-    few = backend == "reference" and (sizes, dtype, banned) == FEW
-    losses = ("rows without metrics", "sequences", "centered", "centered by weights")
-    losses = losses if few else tuple(LOSSES)
-    given = (sizes, backend, dtype, banned, tuple(SCALINGS), losses)
-    first, *others = on_ranks(len(sizes), form, *given)
+def drawn(backend, name, most):
+    """Lines of cases of a row."""
+    function, options = TABLE[name]
+    options = {key: x for key, x in options.items() if key not in ("vocabulary", "threads", "some")}
+    return [repr(case.changed(threads=1)) for case in cases(backend, function, options)[:most]]
+
+
+def assert_split(backend, given):
+    """Compare cases with the oracle, and the results of all ranks with each other, bit for bit."""
+    first, *others = on_ranks(len(given[0][0]), cases_on_ranks, backend, given)
     for other in others:
         for one, two in zip(first, other, strict=True):
-            assert all(map(torch.equal, one, two))
+            assert torch.equal(one.nan_to_num(-7.0), two.nan_to_num(-7.0))
+
+
+@pytest.mark.parametrize("name", ROWS_ON_RANKS)
+@pytest.mark.parametrize(
+    "sizes", [FEW, *(pytest.param(x, marks=pytest.mark.slow) for x in SPLITS)], ids=str
+)
+def test_equal_to_the_whole_vocabulary_and_on_all_ranks(backend, sizes, name):
+    lines = drawn(backend, name, 5 if backend == "reference" else 10)
+    assert_split(backend, [(sizes, line) for line in lines])
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_random_parts_and_options(backend, world):
-    on_ranks(world, drawn_on_ranks, world, world, 12, backend)
+def test_random_parts(backend, world):
+    chance, given = random.Random(world), []
+    for name in ROWS_ON_RANKS:
+        for line in drawn(backend, name, 1):
+            sizes = (
+                int(chance.choice((1, 3, 40, 300)) * chance.uniform(1, 2)) for _ in range(world)
+            )
+            given.append((tuple(sizes), line))
+    assert_split(backend, given)
 
 
 def test_a_group_of_one_has_the_whole_vocabulary(backend):
-    for form in (logits_on_ranks, linear_on_ranks):
-        on_ranks(1, form, (37,), backend, torch.float32, (0, 0))
+    assert_split(
+        backend, [((37,), line) for name in ROWS_ON_RANKS for line in drawn(backend, name, 2)]
+    )
+
+
+def test_losses_beside_a_teacher(backend):
+    first, *others = on_ranks(3, teachers_on_ranks, backend, FEW)
+    for other in others:
+        assert all(map(torch.equal, first, other))
 
 
 @contextlib.contextmanager
@@ -308,30 +331,6 @@ def test_every_linear_form_leaves_the_gradient_in_parts_if_asked():
         torch.testing.assert_close(summed, whole, msg=name)
         assert (part - whole).abs().max() > 1e-3, name
         torch.testing.assert_close(part + other[name][2], whole, msg=name)
-
-
-def divergence_on_ranks(backend):
-    """Divergences alone, with gradients, and whether a teacher agrees with itself."""
-    start = 30 * dist.get_rank()
-    own, group = slice(start, start + 30), {"vocab_group": dist.group.WORLD, "backend": backend}
-    student, other = torch.randn(2, 40, 60)
-    part = student[:, own].clone().requires_grad_()
-    found = fastrl.token_divergence(part, fastrl.Teacher.from_logits(other[:, own]), **group)
-    found.sum().backward()
-    whole = student.clone().requires_grad_()
-    expected = fastrl.token_divergence(whole, fastrl.Teacher.from_logits(other), backend=backend)
-    expected.sum().backward()
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(part.grad, whole.grad[:, own], rtol=1e-5, atol=1e-6)
-    same = {"temperature": 0.7, "logit_softcap": 5.0}
-    teacher, ids = fastrl.Teacher.from_logits(student[:, own], **same), torch.zeros(40).long()
-    options = {"outputs": ("agrees",), "teacher": teacher, **same, **group}
-    return fastrl.token_stats(student[:, own], ids, **options).agrees
-
-
-def test_a_divergence_without_other_statistics(backend):
-    for agrees in on_ranks(2, divergence_on_ranks, backend):
-        assert agrees.all()
 
 
 def likely_on_ranks(backend, lead):
