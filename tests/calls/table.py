@@ -4,6 +4,8 @@ In a row a list stands for each of its members; `combined.cases` makes the cases
 argument is a row here, which tests of values run on every backend.
 """
 
+from math import inf
+
 from fastrl.contract import AGGREGATIONS, KL_ESTIMATORS, KL_GRADIENTS, SURROGATES
 from fastrl.objective.presets import PRESETS
 
@@ -35,14 +37,14 @@ SOMETIMES = [None, 0.2]
 ENDS = {"terminated": SOMETIMES, "truncated": SOMETIMES, "bootstrap": [None, "token", "sequence"]}
 GAE = each(gamma=[0.9, 1, 0.0], lam=[0.95, 0.0, 1.0], **ENDS)
 row("gae", **TOKENS, mask=MASKS, parameters=GAE)
-row("gae", "packed", **TOKENS, layout="cut", parameters=GAE)
+row("gae", "packed", **TOKENS, layout=["cut", "packed"], parameters=GAE)
 row("gae", "layouts", **TOKENS, mask=MASKS, dtype=DTYPES, token_layout=LAYOUTS, parameters=GAE[-1])
 row("discounted_returns", **TOKENS, mask=MASKS, parameters=each(gamma=[0.9, 1, 0.0], **ENDS))
 
 GROUPS = {"sequences": 4, "tokens": 3, "groups": [None, "ids"]}
 SCALES = ["group", "batch", "none", "mean"]
 BASELINES = {"baseline": ["mean", "leave_one_out", "none"], "scale": SCALES}
-MASKED = {"mask": ["ragged", "holes", "one", "none"], "masked_values": ["nan", "usual"]}
+MASKED = {"mask": MASKS, "masked_values": ["nan", "1e30", "inf"]}
 NORMS = each(**BASELINES, correction=[None, 0, 2, 1.5], singleton=["zero", "raw"])
 UNUSUAL = ["nan-rewards", "inf-rewards", "offset", "equal-groups", "zero-groups"]
 row("group_advantages", **GROUPS, ids_dtype=["int64", "int32"], values="real", parameters=NORMS)
@@ -155,6 +157,31 @@ FAR = [
 ]
 row("policy_loss", "extremes", sequences=15, dtype=FLOATS, fields=EXTREMES, also=FAR)
 
+#: Of each term of each token a bound leaves the whole slope, or none.
+CLAMPS = [
+    {"kl_clamp": of_kl, "log_ratio_clamp": of_ratio}
+    for of_kl in (None, 0.5, 10.0)
+    for of_ratio in (None, 20.0, (-inf, 10.0))
+]
+LEVELS_OF_CLAMPS = [{"level": level} for level in ("token", "sequence", "sequence-token")]
+BOUNDED = [{"dual_clip": 3.0}, {"delta": 4.0}, {"surrogate": "sapo", "sapo_temperature_pos": 2.0}]
+CLAMPED = [
+    {"aggregation": "token-sum", "kl_coef": 1.0, "kl_estimator": estimator, "kl_gradient": gradient}
+    | {**clamps, **level, **surrogate}
+    for estimator in KL_ESTIMATORS
+    for gradient in KL_GRADIENTS
+    for clamps in CLAMPS
+    for level in LEVELS_OF_CLAMPS
+    for surrogate in ({}, *BOUNDED)
+]
+CLAMPED += [
+    {**fields, "kl_level": "policy"}
+    for fields in CLAMPED
+    if fields["kl_gradient"] == "bias-corrected" and fields["level"] != "token"
+]
+row("policy_loss", "clamps", sequences=15, fields=CLAMPED, also=FAR, some=3)
+row("logits_policy_loss", "clamps", vocabulary=5, sequences=15, fields=CLAMPED, also=FAR)
+
 WEIGHED = [
     {"fields": {**KL, "aggregation": name}, "normalizer": number, "groups": groups}
     for name, number, groups in WEIGHINGS
@@ -200,7 +227,9 @@ row(
     fields=BROKEN_KLS,
     features=BROKEN,
 )
-row("logits_policy_loss", "banned", **OF_LOGITS, **BESIDE, objective=[*PRESETS], features=BANNED)
+OF_BANNED = {**OF_LOGITS, **BESIDE, "features": BANNED}
+row("logits_policy_loss", "banned", **OF_BANNED, objective=[*PRESETS])
+row("logits_policy_loss", "banned, KL", **OF_BANNED, fields=BROKEN_KLS)
 row("logits_policy_loss", **OF_LOGITS, **OBJECTIVES, **BESIDE, dtype=DTYPES)
 row(
     "logits_policy_loss",
@@ -255,6 +284,7 @@ row(
 # --- statistics of tokens
 
 UNUSUAL = ["offset", "ties", "largest", "tiny", "ignored", "far-chosen", "sure-chosen"]
+UNUSUAL += ["inf-row", "nan-row", "positive-inf"]
 UNUSUAL += ["inf-some", "inf-chosen", "inf-but-chosen", "inf-block", "inf-first-block", "nan-one"]
 SCALED = {"spread": 20.0, "logit_scale": 0.25, "logit_softcap": [None, 30.0]}
 HEATS = [0.6, "0-d", "per-token", "per-sequence", "per-sequence-column"]
@@ -326,5 +356,12 @@ row("token_stats", "in place", **SIZE, **STATS, **IN_PLACE, logits_layout=VIEWS)
 row("logits_policy_loss", "in place", **SIZE, **BESIDE, **IN_PLACE, logits_layout=VIEWS)
 OF_HIDDEN |= {"outputs": STATISTICS, "upstream": ["random", "some-zero"]}
 row("linear_token_stats", **OF_HIDDEN, dtype=FLOATS, chunk_tokens=[1, 7, 64, None])
+
+KEPT = {"kept": ["one", "few", "ragged", "all"], "masked_values": "nan", "mask": "holes"}
+KEPT |= {"features": [(), ("ignored",)], "ignore_index": [-100, 0], **STATS, "sequences": 2}
+OF_HEAD = {"hidden": 24, "bias": [True, False], "chunk_tokens": [None, 4], "weight_dtype": "like"}
+OF_HEAD |= {"token_layout": ["contiguous", "transposed"]}
+row("token_stats", "kept tokens", **KEPT, tokens=9, vocabulary=400, spread=1.5, dtype=DTYPES)
+row("linear_token_stats", "kept tokens", **KEPT, **OF_HEAD, tokens=9, vocabulary=400, dtype=FLOATS)
 
 ROWS |= companion_rows.ROWS

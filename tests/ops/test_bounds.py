@@ -29,58 +29,47 @@ def slope_of(backend, objective, log_ratio=None, advantage=1.0, ref_distance=Non
     return logprobs.grad.item()
 
 
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
-@pytest.mark.parametrize("level", ["token", "sequence", "sequence-token"])
-@pytest.mark.parametrize("bound", ["clip_low", "clip_high"])
-def test_no_room_beside_the_ratio_of_one(backend, bound, level, advantage):
-    o = Objective(**{bound: 0.0}, level=level)
-    assert slope_of(backend, o, advantage=advantage) == -advantage
-    assert slope_of(backend, o, log_ratio=0.0, advantage=advantage) == -advantage
+E, HALF = math.e, 0.5
+NO_ROOM = [
+    Objective(**{bound: 0.0}, level=level)
+    for level in ("token", "sequence", "sequence-token")
+    for bound in ("clip_low", "clip_high")
+]
+OF_GMPO = Objective.preset("gmpo", clip_low=HALF, clip_high=HALF)
+OF_CLAMPS = [
+    Objective(log_ratio_clamp=clamp, clip_low=1.0, clip_high=2.0) for clamp in (HALF, (-HALF, HALF))
+]
+#: Objective, log-ratio (None on policy), advantage, slope.
+SLOPES = [
+    *((o, ratio, A, -A) for o in NO_ROOM for ratio in (None, 0.0) for A in (1.0, -1.0)),
+    (Objective(dual_clip=E), 1.0, -1.0, E),
+    (Objective(clip_high=0.0, delta=E), 1.0, -1.0, E),
+    *((OF_GMPO, x, A, -A * math.exp(x)) for x in (HALF, -HALF) for A in (1.0, -1.0)),
+    *((o, x, 1.0, -math.exp(x)) for o in OF_CLAMPS for x in (HALF, -HALF)),
+    *((o, 1.5 * x, 1.0, 0.0) for o in OF_CLAMPS for x in (HALF, -HALF)),
+    (Objective(clip_low=1.0), -80.0, 1.0, -math.exp(-80)),
+    (Objective(clip_low=1.0), -81.0, 1.0, 0.0),
+]
 
 
-def test_the_caps_of_the_ratio(backend):
-    for o in (Objective(dual_clip=math.e), Objective(clip_high=0.0, delta=math.e)):
-        assert slope_of(backend, o, 1.0, -1.0) == pytest.approx(math.e)
+@pytest.mark.parametrize(("objective", "log_ratio", "advantage", "slope"), SLOPES)
+def test_the_policy_term(backend, objective, log_ratio, advantage, slope):
+    found = slope_of(backend, objective, log_ratio, advantage)
+    assert found == (slope and pytest.approx(slope, rel=1e-5))
 
 
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_gmpo(backend, advantage):
-    for log_ratio in (0.5, -0.5):
-        o = Objective.preset("gmpo", clip_low=0.5, clip_high=0.5)
-        expected = -advantage * math.exp(log_ratio)
-        assert slope_of(backend, o, log_ratio, advantage) == pytest.approx(expected, rel=1e-6)
+#: Estimator, distance to the reference, bound of the KL, slope.
+SLOPES_OF_KL = [
+    *(("k1", x, None, 1.0) for x in (80.0, -80.0)),
+    *(("k1", x, None, 0.0) for x in (100.0, -100.0)),
+    *(("k1", x, HALF, 1.0) for x in (HALF, -HALF)),
+    *(("k2", x, HALF, -x) for x in (1.0, -1.0)),
+    *(("abs", x, HALF, -2 * x) for x in (HALF, -HALF)),
+]
 
 
-@pytest.mark.parametrize("clamp", [0.5, (-0.5, 0.5)])
-@pytest.mark.parametrize("log_ratio", [0.5, -0.5])
-def test_log_ratio_clamp(backend, clamp, log_ratio):
-    o = Objective(log_ratio_clamp=clamp, clip_low=1.0, clip_high=2.0)
-    assert slope_of(backend, o, log_ratio) == pytest.approx(-math.exp(log_ratio), rel=1e-6)
-    assert slope_of(backend, o, 1.5 * log_ratio) == 0
-
-
-def test_saturation(backend):
-    o = Objective(clip_low=1.0)
-    assert slope_of(backend, o, -80.0) == pytest.approx(-math.exp(-80), rel=1e-5)
-    assert slope_of(backend, o, -81.0) == 0
-    o = Objective(kl_coef=1.0, kl_estimator="k1")
-    for distance in (80.0, -80.0):
-        assert slope_of(backend, o, advantage=0.0, ref_distance=distance) == 1
-        assert slope_of(backend, o, advantage=0.0, ref_distance=1.25 * distance) == 0
-
-
-@pytest.mark.parametrize(
-    ("estimator", "distance", "bound", "slope"),
-    [
-        ("k1", 0.5, 0.5, 1.0),
-        ("k1", -0.5, 0.5, 1.0),
-        ("k2", 1.0, 0.5, -1.0),
-        ("k2", -1.0, 0.5, 1.0),
-        ("abs", 0.5, 0.5, -1.0),
-        ("abs", -0.5, 0.5, 1.0),
-    ],
-)
-def test_kl_clamp(backend, estimator, distance, bound, slope):
+@pytest.mark.parametrize(("estimator", "distance", "bound", "slope"), SLOPES_OF_KL)
+def test_kl(backend, estimator, distance, bound, slope):
     o = Objective(kl_coef=1.0, kl_estimator=estimator, kl_clamp=bound)
     assert slope_of(backend, o, advantage=0.0, ref_distance=distance) == slope
     logprobs = torch.tensor([-1.0], requires_grad=True)

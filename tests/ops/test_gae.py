@@ -80,21 +80,6 @@ def test_a_gap_of_masked_tokens_changes_no_bit(backend):
             assert torch.equal(found, wanted)
 
 
-def test_packed_tokens_without_bounds_are_one_sequence(backend):
-    rewards, values = torch.randn(5), torch.randn(5)
-    flat = fastrl.gae(rewards, values, bootstrap_values=torch.tensor([3.0]), backend=backend)
-    padded = fastrl.gae(
-        rewards[None], values[None], bootstrap_values=torch.tensor([3.0]), backend=backend
-    )
-    assert torch.equal(flat.advantages, padded.advantages[0])
-
-
-def test_no_token_at_all(backend):
-    for shape in ((3, 0), (0, 4), (0,)):
-        result = fastrl.gae(torch.zeros(shape), torch.zeros(shape), backend=backend)
-        assert result.advantages.shape == result.returns.shape == shape
-
-
 @pytest.mark.not_on("triton")  # a program for each
 def test_many_short_sequences(backend):
     rewards, values = torch.randn(70000, 2), torch.randn(70000, 2)

@@ -36,87 +36,6 @@ def sets_of(count, token_ids, vocabulary=V):
     return KeptTokens.from_lists(sets)
 
 
-def full_softmax(logits, token_ids, kept):
-    """Log-probabilities and entropies in float64, with -inf for what is not in a set."""
-    outside = torch.zeros(logits.shape, dtype=torch.bool)
-    for row, (tokens, own) in enumerate(
-        zip(kept.token_ids.split(kept.counts().tolist()), token_ids, strict=True)
-    ):
-        outside[row] = len(tokens) > 0
-        outside[row, tokens.long()] = outside[row, own] = False
-    logprobs = logits.masked_fill(outside, -torch.inf).log_softmax(-1)
-    entropy = -(logprobs.exp() * logprobs.masked_fill(outside, 0.0)).sum(-1)
-    return logprobs.gather(-1, token_ids[:, None])[:, 0], entropy
-
-
-@pytest.mark.parametrize("count", [1, 3, 33, V, None])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("form", ["logits", "hidden"])
-def test_equal_to_a_full_softmax(backend, form, dtype, count):
-    """Log-probabilities to 2e-6, gradients to 2e-5 of the largest and the rounding of their dtype.
-
-    Logits up to 6 have 8 units of roundoff in float32; those of a GEMM are sums of 24 products.
-    """
-    ids, slopes = torch.randint(V, (ROWS,)), torch.randn(2, ROWS)
-    kept = sets_of(count, ids)
-    given = [1.5 * torch.randn(ROWS, V)]
-    if form == "hidden":
-        given = [torch.randn(ROWS, WIDTH), torch.randn(V, WIDTH) / 5, torch.randn(V)]
-    leaves = [x.to(dtype).requires_grad_() for x in given]
-    exact = [x.detach().double().requires_grad_() for x in leaves]
-    if form == "logits":
-        stats, z = fastrl.token_stats(leaves[0], ids, kept=kept, backend=backend), exact[0]
-    else:
-        hidden, weight, bias = leaves
-        options = {"bias": bias, "kept": kept, "backend": backend}
-        stats = fastrl.linear_token_stats(hidden, weight, ids, **options)
-        z = exact[0] @ exact[1].t() + exact[2]
-    truth = full_softmax(z, ids, kept)
-    for got, want in zip(stats[:2], truth, strict=True):
-        torch.testing.assert_close(got, want.float(), rtol=0, atol=2e-6)
-    (slopes * torch.stack(stats[:2])).sum().backward()
-    (slopes * torch.stack(truth)).sum().backward()
-    rounding = torch.finfo(dtype).eps if dtype != torch.float32 else 0.0
-    if form == "hidden" and backend == "cuda":  # as on its tensor cores
-        rounding = max(rounding, torch.finfo(torch.bfloat16).eps)
-    for x, y in zip(leaves, exact, strict=True):
-        largest = y.grad.abs().max()
-        bound = (2e-5 * largest + rounding * y.grad.abs()).clamp(min=1e-8)
-        assert bool(((x.grad.double() - y.grad).abs() <= bound).all())
-
-
-@pytest.mark.parametrize("ignored", [-100, 0])
-@pytest.mark.parametrize("form", ["logits", "hidden"])
-def test_rows_that_do_not_count_change_nothing(backend, form, ignored):
-    """Rows with NaN, no ids and wrong sets, some masked, some of the ignored id."""
-    ids, rows = torch.randint(1, V, (2, 9)), torch.arange(18)
-    kept = KeptTokens.concatenate([sets_of(None, ids[0]), sets_of(4, ids[1])])
-    counted = (rows % 7 % 3 > 0).view(2, 9)  # one of the rows without a set, not the other
-    kept.token_ids[(~counted.flatten()).repeat_interleave(kept.counts())] = V + 7
-    mask = counted | (rows % 2 == 0).view(2, 9)
-    ids[~counted], ids[~mask] = ignored, -1
-    given = [torch.randn(2, 9, V)]
-    if form == "hidden":
-        given = [torch.randn(2, 9, 8), torch.randn(8, V).t()]  # a head stored by columns
-    given[0][~counted] = torch.nan
-    function = fastrl.token_stats if form == "logits" else fastrl.linear_token_stats
-    options = {"outputs": OF_ROW, "backend": backend}
-    leaves = [x.clone().requires_grad_() for x in given]
-    stats = function(*leaves, ids, mask=mask, kept=kept, ignore_index=ignored, **options)
-    some = [given[0][counted].requires_grad_(), *(x.requires_grad_() for x in given[1:])]
-    alone = function(*some, ids[counted], kept=kept.take(counted.flatten()), **options)
-    for found, wanted in zip(stats[: len(OF_ROW)], alone, strict=False):
-        assert (found[~counted] == 0).all()
-        torch.testing.assert_close(found[counted], wanted, rtol=1e-6, atol=2e-6)
-    for result in (stats, alone):
-        (result.logprobs.sum() - result.entropy.sum()).backward()
-    assert (leaves[0].grad[~counted] == 0).all()
-    found = leaves[0].grad[counted], *(x.grad for x in leaves[1:])
-    for x, y in zip(found, some, strict=True):
-        torch.testing.assert_close(x, y.grad, rtol=1e-5, atol=1e-6 + 1e-5 * y.grad.abs().max())
-    assert not kept.lacking(ids)[ids < 0].any()  # these are no tokens
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_products_with_some_rows_of_a_head(backend, dtype, monkeypatch):
     """All matrices are parts of wider ones, and one id has many terms, over blocks of them.
@@ -219,41 +138,6 @@ def test_nothing_has_the_size_of_the_vocabulary(backend):
         ).loss.backward()
     gathered = 30 * (kept_of_row + 1) * 8 if backend == "reference" else 0
     assert largest.elements <= max(gathered, hidden.numel(), 4 * len(kept.token_ids))
-
-
-def test_many_and_few_tokens_in_one_call_equal_calls_of_each(backend):
-    """Through chunks of similar sizes, the head's GEMMs, and rows of the whole vocabulary."""
-    ids = torch.randint(V, (40,))
-    hidden, weight = torch.randn(40, WIDTH), torch.randn(V, WIDTH) / 5
-    counts = [0, 1, 2, 5, 20, 21, 60, 300, V, 30]
-    kept = KeptTokens.from_lists([torch.randperm(V)[: counts[i % 10]].tolist() for i in range(40)])
-    options = {"chunk_tokens": 4, "backend": backend}
-    together = fastrl.linear_token_logprobs(hidden, weight, ids, kept=kept, **options)
-    for row in range(40):
-        one = torch.tensor([row])
-        alone = fastrl.linear_token_logprobs(
-            hidden[one], weight, ids[one], kept=kept.take(one), **options
-        )
-        torch.testing.assert_close(together[one], alone, rtol=1e-6, atol=2e-6)
-
-
-@pytest.mark.not_on("triton", "cuda")
-def test_what_threads_and_repeats_share(backend):
-    hidden, weight = torch.randn(90, WIDTH), torch.randn(V, WIDTH, requires_grad=True)
-    ids = torch.randint(V, (90,))
-    kept, found = sets_of(9, ids), []
-    before = torch.get_num_threads()
-    for threads in (1, 2, 2):
-        torch.set_num_threads(threads)
-        weight.grad = None
-        fastrl.linear_token_logprobs(
-            hidden, weight, ids, kept=kept, backend=backend
-        ).sum().backward()
-        found.append(weight.grad)
-    torch.set_num_threads(before)
-    if backend != "reference":
-        assert torch.equal(found[0], found[1])
-    assert torch.equal(found[1], found[2])
 
 
 @pytest.mark.parametrize("form", ["logits", "hidden"])
