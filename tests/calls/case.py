@@ -8,22 +8,31 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import zlib
 from typing import Any
 
 import numpy as np
 
+import fastrl
+
+_CALLED = {name: getattr(fastrl, name) for name in fastrl.__all__}
+#: What each function takes.
+SIGNATURES = {
+    name: inspect.signature(call).parameters
+    for name, call in _CALLED.items()
+    if inspect.isfunction(call)
+}
 LOSSES = ("policy_loss", "logits_policy_loss", "linear_policy_loss")
-WITH_LOGITS = ("token_logprobs", "token_stats", "token_divergence", "logits_policy_loss")
-LINEAR = (
-    "linear_token_logprobs",
-    "linear_token_stats",
-    "linear_divergence",
-    "linear_policy_loss",
+WITH_OBJECTIVE = (*LOSSES, "clipped_tokens")
+WITH_LOGITS, LINEAR = (
+    tuple(name for name, taken in SIGNATURES.items() if argument in taken)
+    for argument in ("logits", "hidden")
 )
 DIVERGENCES = ("token_divergence", "linear_divergence")
 #: Functions that have no compiled backend.
 IN_TORCH = ("value_loss", "kl_divergence", "token_weights", "whiten", "masked_mean")
+IN_TORCH += ("clipped_tokens",)
 
 #: The options of a case, with the simplest value of each.
 SIMPLEST: dict[str, Any] = {

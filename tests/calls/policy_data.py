@@ -15,7 +15,7 @@ from fastrl import TopKLogprobs
 
 from .case import Case
 from .objectives import objective_fields, objective_of, own_term
-from .oracle.bounded import Arithmetic, Bounded, Doubts
+from .oracle.bounded import Bounded, Doubts
 from .oracle.centering import Centering
 from .oracle.policy import Loss, policy_loss
 from .oracle.rows import Rows
@@ -33,7 +33,6 @@ from .tokens import (
     some,
     token_tensor,
 )
-from .trial import Trial
 
 GRID = 64.0
 FEATURES = (
@@ -166,8 +165,6 @@ class PolicyInputs:
         self.ref = beside(case, "ref", logprobs, self.fields)
         sampled = logprobs if self.old is None else self.old
         self.rollout = beside(case, "rollout", sampled, self.fields)
-        self.top: TopKLogprobs | None = None
-        self.score: Centering | None = None
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments that all policy losses share, as tensors."""
@@ -184,8 +181,6 @@ class PolicyInputs:
                 given[f"{name}_logprobs"] = self._tensor(values, "token")
         if self.policy_weights is not None:
             given["policy_weights"] = self._tensor(self.policy_weights, case.policy_weights)
-        if self.top is not None:
-            given["rollout_top_k"] = self.top
         return given
 
     def _tensor(self, values: np.ndarray, level: str) -> Tensor:
@@ -200,9 +195,14 @@ class PolicyInputs:
         return per_token[self.valid]
 
     def expected(
-        self, logprobs: Bounded, entropy: Bounded | None, arithmetic: Arithmetic, doubts: Doubts
+        self,
+        logprobs: Bounded,
+        entropy: Bounded | None,
+        doubts: Doubts,
+        score: Centering | None = None,
     ) -> Loss:
         """Return the loss of log-probabilities and entropies of the valid tokens."""
+        arithmetic = logprobs.arithmetic
         names = ("advantages", "old", "ref", "rollout", "policy_weights")
         held = {name: getattr(self, name) for name in names}
         inputs = ValidTokens(
@@ -219,7 +219,7 @@ class PolicyInputs:
         normalizers = {term: normalizer_of(self.case, term) for term in ("policy", "kl", "entropy")}
         weights = term_weights(weighing, self.fields, normalizers, arithmetic)
         function = own_term(self.case)
-        return policy_loss(inputs, self.fields, weights, doubts, function, self.score)
+        return policy_loss(inputs, self.fields, weights, doubts, function, score)
 
 
 def weighing_arguments(case: Case, tokens: Tokens) -> dict[str, Any]:
@@ -274,9 +274,9 @@ APART = {"equal": 0.0, "near": 0.15, "bounds": 0.15, "far": 2.0, "own": 2.0, "ta
 
 
 def sampler_of(
-    trial: Trial, rows: LogitRows, oracle: Rows, inputs: PolicyInputs
-) -> tuple[TopKLogprobs, Centering]:
-    """Return the tokens as they are given, and their expected score in the active rows."""
+    rows: LogitRows, oracle: Rows, inputs: PolicyInputs
+) -> tuple[TopKLogprobs, np.ndarray, np.ndarray]:
+    """Return the tokens of a sampler as they are given, their ids and log-probabilities."""
     case, tokens, active, vocabulary = rows.case, rows.tokens, rows.active, rows.case.vocabulary
     random, weights = case.random("sampler"), weights_of(inputs)
     whole = vocabulary <= 130 and (case.sampler == "tail" or random.random() < 0.2)
@@ -317,7 +317,7 @@ def sampler_of(
             flat_tensor(case, log_q, case.sampler_dtype).view(*shape, count), case.logits_layout
         ),
     )
-    return top, Centering(oracle, ids[active], log_q[active], weights, trial.doubts)
+    return top, ids, log_q
 
 
 def weights_of(inputs: PolicyInputs) -> list[dict]:

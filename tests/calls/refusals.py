@@ -52,10 +52,10 @@ VALUES: dict[str, tuple[Any, ...]] = {
 WRONG = (*TENSORS, "a value")
 
 
-def refused(function: str, wrong: str, given: tuple, options: dict, random: np.random.Generator):
+def refused(function: str, wrong: str, given: dict[str, Any], random: np.random.Generator):
     """Return None if the call is refused with one of its arguments wrong, else what happens."""
     signature = inspect.signature(getattr(fastrl, function))
-    arguments = dict(signature.bind(*given, **options).arguments)
+    arguments = dict(signature.bind(**given).arguments)
     tensors = [name for name, x in arguments.items() if isinstance(x, Tensor) and x.dim()]
     if wrong == "on another device":  # where the first is, the others have to be
         tensors = tensors[1:]

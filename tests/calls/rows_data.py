@@ -9,11 +9,10 @@ from torch import Tensor
 
 import fastrl
 
+from .call import Place
 from .case import Case
-from .oracle.bounded import of_results
-from .oracle.rows import Head, Rows
+from .oracle.rows import Head
 from .tokens import MASKED_VALUES, Tokens, as_held, flat_tensor, laid_out, token_tensor, tokens_of
-from .trial import Trial
 
 HEATS = [0.5, 0.7, 1.0, 1.3, 3.0, 10.0]  # temperatures of tokens
 BLOCK = 4096  # columns that the CPU kernel reads at once
@@ -30,14 +29,9 @@ class LogitRows:
     active: np.ndarray  # [N]
     sets: list[np.ndarray] | None  # the tokens that each row has kept
 
-    def head(self, trial: Trial) -> Head:
+    def head(self, place: Place) -> Head:
         case, heat = self.case, self.temperature[self.active]
-        return Head(heat, case.logit_scale, case.logit_softcap, trial.on_gpu_kernels)
-
-    def oracle(self, trial: Trial, logits: np.ndarray) -> Rows:
-        active, arithmetic = self.active, of_results(self.case.dtype)
-        x = self.kept(logits[active])
-        return noted(trial, Rows(x, self.ids[active], self.head(trial), arithmetic))
+        return Head(heat, case.logit_scale, case.logit_softcap, place.on_gpu_kernels)
 
     def kept(self, x: np.ndarray, others: float = -np.inf) -> np.ndarray:
         """Return logits `[active, V]` with -inf for the tokens that a row has not kept."""
@@ -49,11 +43,6 @@ class LogitRows:
             members[row, tokens if len(tokens) else slice(None)] = True
             members[row, self.ids[index]] = True
         return np.where(members, x, others)
-
-
-def noted(trial: Trial, oracle: Rows) -> Rows:
-    trial.doubts.add("unspecified: a row without distribution", oracle.undefined)
-    return oracle
 
 
 def rows_of(case: Case) -> LogitRows:

@@ -36,29 +36,39 @@ row = ROWS.row
 SOMETIMES = [None, 0.2]
 ENDS = {"terminated": SOMETIMES, "truncated": SOMETIMES, "bootstrap": [None, "token", "sequence"]}
 GAE = each(gamma=[0.9, 1, 0.0], lam=[0.95, 0.0, 1.0], **ENDS)
-row("gae", **TOKENS, mask=MASKS, parameters=GAE)
+SCANS = {**TOKENS, "mask": [*MASKS, "absent"], "values": ["grid", "real"]}
+BROKEN_REWARDS = [("offset",), ("nan-rewards",), ("inf-rewards",)]
+MOST_ENDS = {"terminated": [0.0, 0.7], "truncated": [0.0, 0.7], "bootstrap": ["token", "sequence"]}
+LATE = each(gamma=[None, 0.5, 0.99], **MOST_ENDS)
+row("gae", **SCANS, parameters=GAE)
+row("gae", "broken", **SCANS, features=BROKEN_REWARDS, parameters=[*each(lam=[0.5, None]), *LATE])
+row("discounted_returns", "broken", **SCANS, features=BROKEN_REWARDS, parameters=LATE)
 row("gae", "packed", **TOKENS, layout=["cut", "packed"], parameters=GAE)
 row("gae", "layouts", **TOKENS, mask=MASKS, dtype=DTYPES, token_layout=LAYOUTS, parameters=GAE[-1])
 row("discounted_returns", **TOKENS, mask=MASKS, parameters=each(gamma=[0.9, 1, 0.0], **ENDS))
 
-GROUPS = {"sequences": 4, "tokens": 3, "groups": [None, "ids"]}
+GROUPS = {"sequences": 4, "tokens": 3, "groups": [None, "ids"], "layout": ["padded", "packed"]}
 SCALES = ["group", "batch", "none", "mean"]
 BASELINES = {"baseline": ["mean", "leave_one_out", "none"], "scale": SCALES}
 MASKED = {"mask": MASKS, "masked_values": ["nan", "1e30", "inf"]}
 NORMS = each(**BASELINES, correction=[None, 0, 2, 1.5], singleton=["zero", "raw"])
+SCALED = each(**BASELINES, eps=[0.0, 0, 1e-8, 1.0], convention=[None, "fastrl", "verl", "openrlhf"])
 UNUSUAL = ["nan-rewards", "inf-rewards", "offset", "equal-groups", "zero-groups"]
 row("group_advantages", **GROUPS, ids_dtype=["int64", "int32"], values="real", parameters=NORMS)
 row("group_advantages", "masked", **GROUPS, **MASKED, parameters=NORMS)
-OF_TRL = each(**BASELINES, convention=["trl"])
-row("group_advantages", "missing", **GROUPS, features=[("nan-rewards",)], parameters=OF_TRL)
 row(
     "group_advantages",
-    "unusual rewards",
+    "scaled",
     **GROUPS,
-    dtype=DTYPES,
-    features=[(name,) for name in UNUSUAL],
-    parameters=each(**BASELINES),
+    mask=["absent", "holes"],
+    values=["grid", "real"],
+    spread=[1.0, 1e-3, 100.0],
+    parameters=SCALED,
 )
+OF_TRL = each(**BASELINES, convention=["trl"])
+row("group_advantages", "missing", **GROUPS, features=[("nan-rewards",)], parameters=OF_TRL)
+UNUSUAL_REWARDS = {**GROUPS, "dtype": DTYPES, "features": [(name,) for name in UNUSUAL]}
+row("group_advantages", "unusual rewards", **UNUSUAL_REWARDS, parameters=each(**BASELINES))
 
 #: Aggregation, normalizer and groups.
 WEIGHINGS = [
@@ -76,22 +86,33 @@ BROKEN_VALUES = ["nan-values", "nan-returns", "nan-old", "inf-values", "inf-retu
 row("token_weights", **TOKENS, mask=MASKS, token_layout=LAYOUTS, also=OF_TOKENS)
 row("value_loss", "weighed", **TOKENS, mask=MASKS, also=OF_TOKENS)
 VALUES = {**TOKENS, "mask": "holes", "dtype": DTYPES, "token_layout": LAYOUTS}
-row("value_loss", **VALUES, spread=2.0, parameters=CLIPS)
+BROKEN_VALUES += ["offset", "equal"]
+OF_VALUES = {"values": ["grid", "real"], "spread": [0.0, 2.0, 5.0]}
+row("value_loss", **VALUES, **OF_VALUES, parameters=CLIPS)
 row("value_loss", "broken", **SIZE, features=[(x,) for x in BROKEN_VALUES], parameters=CLIPS)
 
-FEATURES_OF_MEANS = [(), ("equal",), ("nan-x",), ("inf-x",)]
+FEATURES_OF_MEANS = [(), ("equal",), ("nan-x",), ("inf-x",), ("offset",)]
 MEANS = {**TOKENS, "mask": MASKS, "dtype": DTYPES, "features": FEATURES_OF_MEANS}
-row("masked_mean", **MEANS, layout="3-d", parameters=each(dim=[None, 0, 1, 2, -1, -3]))
-row("whiten", **MEANS, spread=[1e-4, 3.0], parameters=each(shift_mean=[True, False]))
+MEANS |= {"values": ["grid", "real"], "spread": [0.0, 1e-4, 3.0, 100.0]}
+SHAPES = ["padded", "packed", "0-d", "3-d"]
+row("masked_mean", **MEANS, layout=["3-d"], parameters=each(dim=[None, 0, 1, 2, -1, -3]))
+row("masked_mean", "rows", **MEANS, layout=["padded"], parameters=each(dim=[None, 0, 1, -2]))
+row("masked_mean", "of all", **MEANS, layout=SHAPES)
+row("whiten", **MEANS, layout=SHAPES, parameters=each(shift_mean=[True, False]))
+HOW = each(policy_loss=[None, "sum", "mean", "rank-mean"])
+row("reduce_metrics", sequences=[1, 3], tokens=5, features=[(), ("nan-metric",)], parameters=HOW)
 
 row(
     "kl_divergence",
     **SIZE,
-    layout=["padded", "packed", "0-d", "3-d"],
+    layout=SHAPES,
     dtype=DTYPES,
     ref=["equal", "near", "far", "bounds", "huge"],
-    features=[(), ("ref-inf",), ("logprob-inf",), ("nan-ref",), ("nan-logprob",)],
-    parameters=each(estimator=[*KL_ESTIMATORS], clamp=[None, 0.5]),
+    features=[
+        *((), ("ref-inf",), ("logprob-inf",), ("ref-both-inf",), ("nan-ref",), ("nan-logprob",)),
+    ],
+    values=["grid", "real"],
+    parameters=each(estimator=[None, *KL_ESTIMATORS], clamp=[None, 0.5, 2.0, 10.0]),
 )
 
 # --- losses
@@ -136,6 +157,8 @@ OFF = {"layout": ["padded", "cut"], "features": [(), ("nan-old", "old-inf")]}
 row("policy_loss", "rejected", **OF_LOGPROBS, **OFF, rollout=["bounds", "far"], fields=REJECTED)
 row("policy_loss", "regions", **OF_LOGPROBS, **OFF, old=["bounds", "near", "huge"], fields=REGIONS)
 row("policy_loss", "packed", **PACKED, advantages=BY)
+row("clipped_tokens", **CLIPPED, advantages=BY)
+row("clipped_tokens", "packed", **PACKED, fields=[{}, {"dual_clip": 3.0}])
 
 #: Log-ratios of up to +-200, all kinks, and slopes whose parts of size e^x cancel.
 EXTREMES = [

@@ -85,6 +85,8 @@ def _mask(
     if case.mask == "ragged":  # sequences end early, some before they begin
         lengths = np.bincount(sequence, minlength=count)
         return place < random.integers(0, lengths + 1)[sequence]
+    if case.mask == "gaps":  # and a sequence in the middle without any
+        return (random.random(total) < 0.6) & (sequence != count // 2)
     if case.mask == "holes":
         return random.random(total) < 0.6
     if case.mask == "without-first":  # an empty sequence, and a prompt in front of the others

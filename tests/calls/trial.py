@@ -11,6 +11,7 @@ from torch import Tensor
 import fastrl
 from fastrl.reference import row_blocks
 
+from .call import Call, Place
 from .case import Case
 from .oracle.bounded import FORMATS, Bounded, Decision, Doubts, unbounded
 from .oracle.functions import stored
@@ -38,40 +39,50 @@ class Trial:
     """A case, where it runs, what differs, and its decisions in doubt."""
 
     case: Case
-    backend: str
-    device: str
+    place: Place
     differences: list[Difference] = dataclasses.field(default_factory=list)
     doubts: Doubts = dataclasses.field(default_factory=Doubts)
     _before: list[tuple[Tensor, Tensor]] = dataclasses.field(default_factory=list)
 
-    @property
-    def on_gpu_kernels(self) -> bool:
-        """Say whether the kernels are Triton's or CUDA's, by name or as what `auto` chooses."""
-        chosen = self.backend == "auto" and self.device.startswith("cuda")
-        return chosen or self.backend in ("triton", "cuda")
+    def compare(self, call: Call) -> None:
+        """Call, differentiate, and note what differs from what is expected."""
+        self.doubts = call.doubts
+        leaves = {name: self.leaf(call.given[name]) for name in call.leaves}
+        results = call.results(self._called(call, leaves))
+        self.expect(results, call.expected())
+        if self.differentiate(leaves, *call.upstream(results)):
+            for name, want in call.gradients().items():
+                dtype = str(leaves[name].dtype).removeprefix("torch.")
+                self._compare(f"grad {name}", leaves[name].grad, want, dtype, call.waited_for)
+        if not all(_same(now.detach(), before) for now, before in self._before):
+            self._note("given tensors", "changed", "the call wrote into one of them")
 
-    def call(self, *given: Any, function: str = "", **options: Any) -> Any:
-        """Call the function of the case in its mode; what is no leaf is moved to the device."""
-        case = self.case
-        given, options = self.moved(list(given)), self.moved(options)
-        given_away = 1 if case.inplace else 0  # the logits, the first
-        tensors = _tensors([*given, *options.values()])[given_away:]
-        self._before = [(x, x.detach().clone()) for x in tensors]
+    def _called(self, call: Call, leaves: dict[str, Tensor]) -> Any:
+        """Call the function in the mode of the case; what is no leaf is moved to the device."""
+        case, given_away = self.case, 1 if self.case.inplace else 0  # the logits, the first
+        if given_away:  # what is given away is no leaf
+            leaves = {name: leaf * 1 for name, leaf in leaves.items()}
+        arguments = self.moved(call.arguments(call.given | leaves))
+        self._before = [(x, x.detach().clone()) for x in _tensors(arguments)[given_away:]]
         modes = {"no-grad": torch.no_grad, "inference": torch.inference_mode}
         torch.set_num_threads(case.threads)
         row_blocks._CPU_BYTES = 2**9  # of the reference: several blocks in a case
         if case.function != "reduce_metrics":
-            options["backend"] = self.backend
+            arguments["backend"] = self.place.backend
         with (
             modes.get(case.mode, contextlib.nullcontext)(),
             torch.autocast("cpu", torch.bfloat16, enabled=case.autocast),
         ):
             if case.wrong is None:
-                return getattr(fastrl, function or case.function)(*given, **options)
-            found = refused(case.function, case.wrong, given, options, case.random("wrong"))
+                return self.invoke(call.function, arguments)
+            found = refused(case.function, case.wrong, arguments, case.random("wrong"))
         if found is not None:
             self._note(*found)
         raise NoResultError
+
+    def invoke(self, function: str, arguments: dict[str, Any]) -> Any:
+        """Call a function of fastrl."""
+        return getattr(fastrl, function)(**arguments)
 
     def moved(self, value: Any) -> Any:
         """Return a tensor on the device, or what a mapping or a list holds; a constant is made in
@@ -84,7 +95,7 @@ class Trial:
             return value._make(moved) if hasattr(value, "_make") else type(value)(moved)
         if not isinstance(value, Tensor) or value.requires_grad:
             return value
-        value = value.to(self.device)
+        value = value.to(self.place.device)
         if self.case.constants == "usual":
             return value
         with torch.inference_mode():
@@ -92,9 +103,9 @@ class Trial:
 
     def leaf(self, value: Tensor) -> Tensor:
         """Return a tensor on the device that wants a gradient."""
-        return value.to(self.device).detach().requires_grad_()
+        return value.to(self.place.device).detach().requires_grad_()
 
-    def backward(
+    def differentiate(
         self, leaves: dict[str, Tensor], outputs: list[Tensor], upstream: list[Tensor]
     ) -> bool:
         """Differentiate once, or twice where the case says so: the second has to be the same.
@@ -102,7 +113,7 @@ class Trial:
         Returns:
             Whether there is anything to differentiate.
         """
-        if self.case.mode != "grad" or not leaves:
+        if self.case.mode != "grad" or not leaves or not outputs:
             return False
         upstream = self.moved(upstream)
         if self.case.twice:
@@ -121,17 +132,6 @@ class Trial:
         for name, tensor in got.items():
             if name not in want and tensor is not None:
                 self._note(name, "unexpected", "the oracle expects none")
-
-    def expect_gradients(
-        self,
-        leaves: dict[str, Tensor],
-        want: dict[str, Bounded],
-        waited_for: float | None = None,
-    ) -> None:
-        """Note gradients that differ; `waited_for`: the upstream of those made with a loss."""
-        for name, expected in want.items():
-            dtype = str(leaves[name].dtype).removeprefix("torch.")
-            self._compare(f"grad {name}", leaves[name].grad, expected, dtype, waited_for)
 
     def _note(self, part: str, kind: str, text: str) -> None:
         self.differences.append(Difference(part, kind, text))
@@ -179,11 +179,6 @@ class Trial:
         within = f"within {errors[at]:.3g}" if kind != "bool" else ""
         count = f"{wrong.sum()} of {wrong.size} wrong"
         self._note(name, kind, f"got {got[at]}, want {values[at]} {within} {place}; {count}")
-
-    def check_inputs(self) -> None:
-        """Note whether the call or its backward wrote into one of its inputs."""
-        if not all(_same(now.detach(), before) for now, before in self._before):
-            self._note("given tensors", "changed", "the call wrote into one of them")
 
 
 def _tensors(arguments: Any) -> list[Tensor]:

@@ -1,20 +1,22 @@
 """Values, rewards, weights and means: arguments and expected results."""
 
+import functools
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fastrl.contract import Metrics
 from fastrl.objective.presets import ADVANTAGE_CONVENTIONS
 
+from .call import Call, Function, LossCall, Place, zero_or_lost
 from .case import Case
 from .oracle.advantages import gae, group_advantages
-from .oracle.bounded import FLOAT32, Bounded, constant, of_results
+from .oracle.bounded import FLOAT32, Bounded, Decision, constant, of_results
 from .oracle.functions import mean
 from .oracle.tokens import token_weights
 from .oracle.values import explained_variance, kl_divergence, value_terms, whiten
-from .policy_call import UPSTREAM, expect_loss, scaled, upstream, zero_or_lost
 from .policy_data import beside, logprobs_of, normalizer_of, weighing_arguments, weighing_of
 from .tokens import (
     Tokens,
@@ -28,7 +30,6 @@ from .tokens import (
     token_tensor,
     tokens_of,
 )
-from .trial import Trial
 
 
 def _not_finite(case: Case, what: str, drawn: np.ndarray) -> np.ndarray:
@@ -57,80 +58,94 @@ def _rewards(case: Case, total: int, of_group: np.ndarray | None = None) -> np.n
     return as_held(_not_finite(case, "rewards", drawn), case.dtype)
 
 
-def examine_group_advantages(trial: Trial) -> None:
+class GroupAdvantagesCall(Call):
     """Sequences are groups, tokens their size."""
-    case = trial.case
-    groups, size = case.sequences, case.tokens
-    total = groups * size
-    shape = (total,) if case.layout == "packed" else (groups, size)
-    arguments: dict[str, Any] = dict(case.parameters)
-    names = np.repeat(np.arange(groups), size)
-    if case.groups == "ids":
-        names = case.random("groups").integers(-groups, groups + 1, total)
-        ids = torch.tensor(names).to(getattr(torch, case.ids_dtype))
-        arguments["group_ids"] = laid_out(ids.view(shape), case.token_layout)
-    elif case.layout == "packed":
-        arguments["group_size"] = size
-    convention = case.parameters.get("convention", "fastrl")
-    if case.groups is None and size == 1:  # which is refused without
-        arguments.setdefault("singleton", ADVANTAGE_CONVENTIONS[convention][2])
-    tokens, rewards = tokens_of(case), _rewards(case, total, names)
-    if case.parameters.get("scale") == "mean":  # which negative rewards are refused for
-        rewards = np.where(tokens.valid, np.abs(rewards), rewards)
-    result = trial.call(
-        token_tensor(case, tokens, rewards, case.dtype),
-        mask=mask_tensor(case, tokens),
-        **arguments,
-    )
-    usual = ("correction", "eps", "singleton")
-    options = {"baseline": "mean", "scale": "group"}
-    options |= dict(zip(usual, ADVANTAGE_CONVENTIONS[convention], strict=True)) | case.parameters
-    on_gpu = "triton" if trial.backend == "triton" else "cuda"
-    kernels = on_gpu if trial.on_gpu_kernels else "cpu"
-    arithmetic = of_results(case.dtype)
-    inside = tokens.valid & ~np.isnan(rewards) if convention == "trl" else tokens.valid
-    want = group_advantages(rewards[inside], names[inside], options, arithmetic, kernels)
-    trial.expect(result._asdict(), {name: tokens.placed(x, inside) for name, x in want.items()})
+
+    def __init__(self, case: Case, place: Place) -> None:
+        super().__init__(case, place)
+        groups, size = case.sequences, case.tokens
+        total = groups * size
+        shape = (total,) if case.layout == "packed" else (groups, size)
+        arguments: dict[str, Any] = dict(case.parameters)
+        self.names = np.repeat(np.arange(groups), size)
+        if case.groups == "ids":
+            self.names = case.random("groups").integers(-groups, groups + 1, total)
+            ids = torch.tensor(self.names).to(getattr(torch, case.ids_dtype))
+            arguments["group_ids"] = laid_out(ids.view(shape), case.token_layout)
+        elif case.layout == "packed":
+            arguments["group_size"] = size
+        self.convention = case.parameters.get("convention", "fastrl")
+        if case.groups is None and size == 1:  # which is refused without
+            arguments.setdefault("singleton", ADVANTAGE_CONVENTIONS[self.convention][2])
+        self.tokens, rewards = tokens_of(case), _rewards(case, total, self.names)
+        if case.parameters.get("scale") == "mean":  # which negative rewards are refused for
+            rewards = np.where(self.tokens.valid, np.abs(rewards), rewards)
+        self.rewards = rewards
+        given = token_tensor(case, self.tokens, rewards, case.dtype)
+        self.given = {"rewards": given, "mask": mask_tensor(case, self.tokens), **arguments}
+
+    def expected(self) -> dict[str, Bounded | Decision]:
+        case, place, tokens = self.case, self.place, self.tokens
+        usual = ("correction", "eps", "singleton")
+        options = {"baseline": "mean", "scale": "group"}
+        of_convention = ADVANTAGE_CONVENTIONS[self.convention]
+        options |= dict(zip(usual, of_convention, strict=True)) | case.parameters
+        on_gpu = "triton" if place.backend == "triton" else "cuda"
+        kernels = on_gpu if place.on_gpu_kernels else "cpu"
+        inside = tokens.valid
+        if self.convention == "trl":
+            inside = inside & ~np.isnan(self.rewards)
+        drawn = self.rewards[inside], self.names[inside]
+        want = group_advantages(*drawn, options, of_results(case.dtype), kernels)
+        return {name: tokens.placed(x, inside) for name, x in want.items()}
 
 
-def examine_gae(trial: Trial) -> None:
-    """Examine `gae` or `discounted_returns`."""
-    case = trial.case
-    tokens, dtypes, parameters = tokens_of(case), case.dtypes, case.parameters
-    with_values = case.function == "gae"
-    rewards, values = _rewards(case, tokens.total), np.zeros(tokens.total)
-    inputs = [token_tensor(case, tokens, rewards, case.dtype)]
-    if with_values:
-        drawn = np.round(case.random("values").standard_normal(tokens.total) * 8) / 8
-        values = as_held(drawn, dtypes[1])
-        inputs.append(token_tensor(case, tokens, values, dtypes[1]))
-    arguments = {name: parameters[name] for name in ("gamma", "lam") if name in parameters}
-    flags = {}
-    for name in ("terminated", "truncated"):
-        flags[name] = np.zeros(tokens.total, bool)
-        if name in parameters:
-            flags[name] = case.random(name).random(tokens.total) < parameters[name]
-            tensor = torch.tensor(flags[name]).to(getattr(torch, case.mask_dtype))
-            arguments[name] = laid_out(tensor.view(tokens.shape), case.token_layout)
-    following = None
-    if "bootstrap" in parameters:
-        following, arguments["bootstrap_values"] = _following(case, tokens)
-    arguments |= bounds_argument(case, tokens)
-    result = trial.call(*inputs, mask_tensor(case, tokens), **arguments)
-    made, returns = gae(
-        rewards,
-        values,
-        tokens.sequence,
-        tokens.valid,
-        flags,
-        following,
-        parameters.get("gamma", 1.0),
-        parameters.get("lam", 0.95) if with_values else 1.0,
-        of_results(*dtypes[: len(inputs)]),
-    )
-    want = {"advantages": made, "returns": returns} if with_values else {"returns": made}
-    got = result._asdict() if with_values else {"returns": result}
-    trial.expect(got, {name: x.reshape(tokens.shape) for name, x in want.items()})
+class ScanCall(Call):
+    """A call of `gae` or `discounted_returns`."""
+
+    def __init__(self, case: Case, place: Place) -> None:
+        super().__init__(case, place)
+        self.tokens = tokens = tokens_of(case)
+        dtypes, parameters = case.dtypes, case.parameters
+        self.rewards, self.values = _rewards(case, tokens.total), np.zeros(tokens.total)
+        self.given = {"rewards": token_tensor(case, tokens, self.rewards, case.dtype)}
+        self.with_values = case.function == "gae"
+        if self.with_values:
+            drawn = np.round(case.random("values").standard_normal(tokens.total) * 8) / 8
+            self.values = as_held(drawn, dtypes[1])
+            self.given["values"] = token_tensor(case, tokens, self.values, dtypes[1])
+        self.given["mask"] = mask_tensor(case, tokens)
+        self.given |= {name: parameters[name] for name in ("gamma", "lam") if name in parameters}
+        self.flags = {}
+        for name in ("terminated", "truncated"):
+            self.flags[name] = np.zeros(tokens.total, bool)
+            if name in parameters:
+                self.flags[name] = case.random(name).random(tokens.total) < parameters[name]
+                tensor = torch.tensor(self.flags[name]).to(getattr(torch, case.mask_dtype))
+                self.given[name] = laid_out(tensor.view(tokens.shape), case.token_layout)
+        self.following = None
+        if "bootstrap" in parameters:
+            self.following, self.given["bootstrap_values"] = _following(case, tokens)
+        self.given |= bounds_argument(case, tokens)
+
+    def results(self, result: Any) -> dict[str, Tensor | None]:
+        return result._asdict() if self.with_values else {"returns": result}
+
+    def expected(self) -> dict[str, Bounded | Decision]:
+        parameters, tokens = self.case.parameters, self.tokens
+        made, returns = gae(
+            self.rewards,
+            self.values,
+            tokens.sequence,
+            tokens.valid,
+            self.flags,
+            self.following,
+            parameters.get("gamma", 1.0),
+            parameters.get("lam", 0.95) if self.with_values else 1.0,
+            of_results(*self.case.dtypes[: 1 + self.with_values]),
+        )
+        want = {"advantages": made, "returns": returns} if self.with_values else {"returns": made}
+        return {name: x.reshape(tokens.shape) for name, x in want.items()}
 
 
 def _following(case: Case, tokens: Tokens) -> tuple[Any, Any]:
@@ -147,50 +162,72 @@ def _following(case: Case, tokens: Tokens) -> tuple[Any, Any]:
     return np.stack([per_token, truncated], 1), make(case, tokens, drawn, dtype)
 
 
-def examine_token_weights(trial: Trial) -> None:
-    case = trial.case
-    tokens = tokens_of(case)
-    arguments = case.parameters | weighing_arguments(case, tokens)
-    result = trial.call(mask_tensor(case, tokens), **arguments)
-    weighing = weighing_of(case, tokens, tokens.valid, case.parameters)
-    aggregation = case.parameters["aggregation"]
-    want = token_weights(weighing, aggregation, normalizer_of(case), FLOAT32)
-    trial.expect({"weights": result}, {"weights": want.reshape(tokens.shape)})
+class TokenWeightsCall(Call):
+    def __init__(self, case: Case, place: Place) -> None:
+        super().__init__(case, place)
+        self.tokens = tokens = tokens_of(case)
+        self.given = {"mask": mask_tensor(case, tokens), **case.parameters}
+        self.given |= weighing_arguments(case, tokens)
+
+    def expected(self) -> dict[str, Bounded | Decision]:
+        case, tokens = self.case, self.tokens
+        weighing = weighing_of(case, tokens, tokens.valid, case.parameters)
+        aggregation = case.parameters["aggregation"]
+        want = token_weights(weighing, aggregation, normalizer_of(case), FLOAT32)
+        return {"result": want.reshape(tokens.shape)}
 
 
-def examine_value_loss(trial: Trial) -> None:
-    case = trial.case
-    tokens = tokens_of(case)
-    of_values, of_returns, of_old = case.dtypes
-    values = _drawn(case, "values", tokens.total, of_values)
-    returns = _drawn(case, "returns", tokens.total, of_returns)
-    arithmetic, valid = of_results(case.dtype), tokens.valid
-    before = None
-    arguments = case.parameters | weighing_arguments(case, tokens)
-    if "clip" in arguments:
-        by = case.random("old").choice([0.0, 0.5, -0.5, 0.25, 1.0, -2.0], tokens.total)
-        old = _not_finite(case, "old", np.where(np.isinf(values), 0.0, values) + by)
-        old = as_held(old, of_old)
-        arguments["old_values"] = token_tensor(case, tokens, old, of_old)
-        before = constant(old[valid], arithmetic)
-    leaf = trial.leaf(token_tensor(case, tokens, values, of_values))
-    given = token_tensor(case, tokens, returns, of_returns)
-    result = trial.call(leaf, given, mask_tensor(case, tokens), **arguments)
-    parameters = {"aggregation": "token-mean", "loss": "mse", **case.parameters}
-    weighing = weighing_of(case, tokens, valid, parameters)
-    aggregation = parameters["aggregation"]
-    w = token_weights(weighing, aggregation, normalizer_of(case), arithmetic)[valid]
-    v, r = (constant(x[valid], arithmetic) for x in (values, returns))
-    value, slope, clipped = value_terms(v, r, before, parameters.get("clip"), parameters["loss"])
-    trial.doubts.add("value clip", clipped.doubtful)
-    share = Bounded(clipped.yes.astype(float), clipped.doubtful.astype(float), arithmetic)
-    averages = {"value_mean": v, "return_mean": r, "clip_fraction": share}
-    metrics = {name: mean(x) if valid.any() else x.sum() for name, x in averages.items()}
-    metrics["explained_variance"] = explained_variance(v, r)
-    expect_loss(trial, result, (w * value).sum(), metrics)
-    if trial.backward({"values": leaf}, [result.loss], [upstream(case, result.loss)]):
-        want = tokens.placed(scaled(w * slope, case), valid)
-        trial.expect_gradients({"values": leaf}, {"values": want}, UPSTREAM[case.upstream])
+class ValueLossCall(LossCall):
+    leaves = ("values",)
+
+    def __init__(self, case: Case, place: Place) -> None:
+        super().__init__(case, place)
+        self.waited_for = self.asked
+        self.tokens = tokens = tokens_of(case)
+        of_values, of_returns, of_old = case.dtypes
+        self.values = _drawn(case, "values", tokens.total, of_values)
+        self.returns = _drawn(case, "returns", tokens.total, of_returns)
+        self.old = None
+        arguments = case.parameters | weighing_arguments(case, tokens)
+        if "clip" in arguments:
+            by = case.random("old").choice([0.0, 0.5, -0.5, 0.25, 1.0, -2.0], tokens.total)
+            near = np.where(np.isinf(self.values), 0.0, self.values)
+            self.old = as_held(_not_finite(case, "old", near + by), of_old)
+            arguments["old_values"] = token_tensor(case, tokens, self.old, of_old)
+        self.given = {
+            "values": token_tensor(case, tokens, self.values, of_values),
+            "returns": token_tensor(case, tokens, self.returns, of_returns),
+            "mask": mask_tensor(case, tokens),
+            **arguments,
+        }
+
+    @functools.cached_property
+    def weights(self) -> Bounded:
+        case, tokens = self.case, self.tokens
+        parameters = {"aggregation": "token-mean", **case.parameters}
+        weighing = weighing_of(case, tokens, tokens.valid, parameters)
+        aggregation, arithmetic = parameters["aggregation"], of_results(case.dtype)
+        of_all = token_weights(weighing, aggregation, normalizer_of(case), arithmetic)
+        return of_all[tokens.valid]
+
+    def expected(self) -> dict[str, Bounded | Decision]:
+        parameters, valid = self.case.parameters, self.tokens.valid
+        v, r, before = (
+            None if x is None else constant(x[valid], self.weights.arithmetic)
+            for x in (self.values, self.returns, self.old)
+        )
+        kind = parameters.get("loss", "mse")
+        value, self.slope, clipped = value_terms(v, r, before, parameters.get("clip"), kind)
+        self.doubts.add("value clip", clipped.doubtful)
+        share = Bounded(clipped.yes.astype(float), clipped.doubtful.astype(float), v.arithmetic)
+        averages = {"value_mean": v, "return_mean": r, "clip_fraction": share}
+        metrics = {name: mean(x) if valid.any() else x.sum() for name, x in averages.items()}
+        metrics["explained_variance"] = explained_variance(v, r)
+        return {"loss": (self.weights * value).sum(), **metrics}
+
+    def gradients(self) -> dict[str, Bounded]:
+        slope = self.scaled(self.weights * self.slope)
+        return {"values": self.tokens.placed(slope, self.tokens.valid)}
 
 
 def _asked(case: Case, what: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -198,87 +235,141 @@ def _asked(case: Case, what: str, shape: tuple[int, ...]) -> np.ndarray:
     return np.asarray(case.random(what).choice([0.0, 1.0, -0.75], shape), float)
 
 
-def examine_kl_divergence(trial: Trial) -> None:
-    case = trial.case
-    tokens = tokens_of(case)
-    estimator, clamp = case.parameters.get("estimator", "k3"), case.parameters.get("clamp")
-    logprobs = logprobs_of(case, tokens)
-    ref = beside(case, "ref", logprobs, {"kl_clamp": clamp})
-    leaves = {"logprobs": trial.leaf(token_tensor(case, tokens, logprobs, case.dtype))}
-    leaves["ref"] = trial.leaf(token_tensor(case, tokens, ref, case.token_dtype))
-    result = trial.call(*leaves.values(), **case.parameters)
-    arithmetic = of_results(case.dtype, case.token_dtype)
-    bounded = (Bounded(x, 0.0, arithmetic) for x in (logprobs, ref))
-    value, *slopes = kl_divergence(*bounded, estimator, clamp)
-    trial.expect({"kl": result}, {"kl": value.reshape(tokens.shape)})
-    g = _asked(case, "upstream kl", (tokens.total,))
-    given = flat_tensor(case, g, arithmetic.name).view(tokens.shape)
-    if trial.backward(leaves, [result], [given]):
-        asked = Bounded(g, 0.0, arithmetic)
-        totals = [zero_or_lost(asked, slope * asked).reshape(tokens.shape) for slope in slopes]
-        trial.expect_gradients(leaves, dict(zip(leaves, totals, strict=True)))
+class KLCall(Call):
+    leaves = ("logprobs", "ref_logprobs")
+
+    def __init__(self, case: Case, place: Place) -> None:
+        super().__init__(case, place)
+        self.tokens = tokens = tokens_of(case)
+        logprobs = logprobs_of(case, tokens)
+        ref = beside(case, "ref", logprobs, {"kl_clamp": case.parameters.get("clamp")})
+        dtypes = case.dtype, case.token_dtype
+        self.arithmetic = of_results(*dtypes)
+        self.numbers = [Bounded(x, 0.0, self.arithmetic) for x in (logprobs, ref)]
+        for name, x, dtype in zip(self.leaves, (logprobs, ref), dtypes, strict=True):
+            self.given[name] = token_tensor(case, tokens, x, dtype)
+        self.given |= case.parameters
+
+    def expected(self) -> dict[str, Bounded | Decision]:
+        estimator, clamp = (self.case.parameters.get(name) for name in ("estimator", "clamp"))
+        value, *self.slopes = kl_divergence(*self.numbers, estimator or "k3", clamp)
+        return {"result": value.reshape(self.tokens.shape)}
+
+    def upstream(self, results: dict[str, Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+        self.asked = _asked(self.case, "upstream kl", (self.tokens.total,))
+        given = flat_tensor(self.case, self.asked, self.arithmetic.name).view(self.tokens.shape)
+        return [results["result"]], [given]
+
+    def gradients(self) -> dict[str, Bounded]:
+        asked = Bounded(self.asked, 0.0, self.arithmetic)
+        made = (zero_or_lost(asked, slope * asked) for slope in self.slopes)
+        return {
+            name: x.reshape(self.tokens.shape) for name, x in zip(self.leaves, made, strict=True)
+        }
 
 
-def examine_mean(trial: Trial) -> None:
-    """Examine `masked_mean` and `whiten`."""
-    case = trial.case
-    tokens = tokens_of(case)
-    x = _drawn(case, "x", tokens.total, case.dtype)
-    leaf = trial.leaf(token_tensor(case, tokens, x, case.dtype))
-    arithmetic, valid = of_results(case.dtype), tokens.valid
-    result = trial.call(leaf, mask_tensor(case, tokens), **case.parameters)
-    if case.function == "whiten":
-        shift_mean = case.parameters.get("shift_mean", True)
-        white = whiten(Bounded(x[valid], 0.0, arithmetic), shift_mean=shift_mean)
-        trial.expect({"x": result}, {"x": tokens.placed(white, valid)})
-        return
-    dim, inside = case.parameters.get("dim"), valid.reshape(tokens.shape)
-    selected = Bounded(np.where(inside, x.reshape(tokens.shape), 0.0), 0.0, arithmetic)
-    count = np.maximum(inside.sum(dim), 1).astype(float)
-    want = selected.sum(dim) / count
-    trial.expect({"mean": result}, {"mean": want})
-    g = _asked(case, "upstream", want.shape)
-    if trial.backward({"x": leaf}, [result], [torch.tensor(g, dtype=result.dtype)]):
-        share = Bounded(g, 0.0, arithmetic) / count
-        share = share if dim is None else share.map(lambda y: np.expand_dims(y, dim))
-        gradient = share.map(lambda y: np.where(inside, y, 0))
-        trial.expect_gradients({"x": leaf}, {"x": gradient})
+class MeanCall(Call):
+    """A call of `masked_mean` or `whiten`."""
+
+    leaves = ("x",)
+
+    def __init__(self, case: Case, place: Place) -> None:
+        super().__init__(case, place)
+        self.tokens = tokens = tokens_of(case)
+        self.x = _drawn(case, "x", tokens.total, case.dtype)
+        self.given["x"] = token_tensor(case, tokens, self.x, case.dtype)
+        self.given |= {"mask": mask_tensor(case, tokens), **case.parameters}
+        self.dim, self.inside = case.parameters.get("dim"), tokens.valid.reshape(tokens.shape)
+
+    def expected(self) -> dict[str, Bounded | Decision]:
+        selected = Bounded(
+            np.where(self.inside, self.x.reshape(self.tokens.shape), 0.0),
+            0.0,
+            of_results(self.case.dtype),
+        )
+        return {"result": selected.sum(self.dim) / self.count}
+
+    @property
+    def count(self) -> np.ndarray:
+        return np.maximum(self.inside.sum(self.dim), 1).astype(float)
+
+    def upstream(self, results: dict[str, Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+        self.asked = _asked(self.case, "upstream", self.count.shape)
+        result = results["result"]
+        return [result], [torch.tensor(self.asked, dtype=result.dtype)]
+
+    def gradients(self) -> dict[str, Bounded]:
+        share = Bounded(self.asked, 0.0, of_results(self.case.dtype)) / self.count
+        if self.dim is not None:
+            share = share.map(lambda y: np.expand_dims(y, self.dim))
+        return {"x": share.map(lambda y: np.where(self.inside, y, 0))}
 
 
-def examine_reduce_metrics(trial: Trial) -> None:
+class WhitenCall(MeanCall):
+    differentiable = False
+
+    def expected(self) -> dict[str, Bounded | Decision]:
+        valid, shift_mean = self.tokens.valid, self.case.parameters.get("shift_mean", True)
+        inside = Bounded(self.x[valid], 0.0, of_results(self.case.dtype))
+        return {"result": self.tokens.placed(whiten(inside, shift_mean=shift_mean), valid)}
+
+    def upstream(self, results: dict[str, Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+        return [], []
+
+
+class ReduceMetricsCall(Call):
     """Sequences are micro-batches."""
-    case = trial.case
-    count, arithmetic = max(case.sequences, 1), of_results(case.dtype)
-    random = case.random("metrics")
-    drawn = {
-        name: as_held(np.abs(random.standard_normal(count)), case.dtype) for name in Metrics._fields
-    }
-    active = random.integers(0, case.tokens + 1, count).astype(float)
-    some_tokens = active > 0
-    for name in Metrics._fields:  # a micro-batch without tokens has zeros
-        if case.has("nan-metric"):
-            broken = case.random(f"nan {name}").random(count) < 0.2
-            drawn[name] = np.where(broken, np.nan, drawn[name])
-        drawn[name] = np.where(some_tokens, drawn[name], 0.0)
-    drawn["active_tokens"] = active
-    dtype = getattr(torch, case.dtype)
-    given = [
-        {name: torch.tensor(values[i], dtype=dtype) for name, values in drawn.items()}
-        for i in range(count)
-    ]
-    result = trial.call(given[0] if count == 1 else given, **case.parameters)
-    added = {"active_tokens"}
-    if case.parameters.get("policy_loss", "sum") != "mean":
-        added.add("policy_loss")
-    want = {}
-    for name, values in drawn.items():
-        x = Bounded(values, 0.0, arithmetic)
-        if name in added:
-            want[name] = x.sum()
-        elif name in ("ratio_max", "ratio_min"):
-            extreme = np.max if name == "ratio_max" else np.min
-            value = extreme(values[some_tokens]) if some_tokens.any() else 0.0
-            want[name] = Bounded(value, 0.0, arithmetic)
-        else:
-            want[name] = (x * active).sum() / max(active.sum(), 1.0)
-    trial.expect(result, want)
+
+    def __init__(self, case: Case, place: Place) -> None:
+        super().__init__(case, place)
+        count, random = max(case.sequences, 1), case.random("metrics")
+        self.drawn = {
+            name: as_held(np.abs(random.standard_normal(count)), case.dtype)
+            for name in Metrics._fields
+        }
+        self.active = random.integers(0, case.tokens + 1, count).astype(float)
+        for name in Metrics._fields:  # a micro-batch without tokens has zeros
+            if case.has("nan-metric"):
+                broken = case.random(f"nan {name}").random(count) < 0.2
+                self.drawn[name] = np.where(broken, np.nan, self.drawn[name])
+            self.drawn[name] = np.where(self.active > 0, self.drawn[name], 0.0)
+        self.drawn["active_tokens"] = self.active
+        dtype = getattr(torch, case.dtype)
+        metrics = [
+            {name: torch.tensor(values[i], dtype=dtype) for name, values in self.drawn.items()}
+            for i in range(count)
+        ]
+        self.given = {"metrics": metrics[0] if count == 1 else metrics, **case.parameters}
+
+    def results(self, result: Any) -> dict[str, Tensor | None]:
+        return result
+
+    def expected(self) -> dict[str, Bounded | Decision]:
+        added = {"active_tokens"}
+        if self.case.parameters.get("policy_loss", "sum") != "mean":
+            added.add("policy_loss")
+        want, some_tokens = {}, self.active > 0
+        for name, values in self.drawn.items():
+            x = Bounded(values, 0.0, of_results(self.case.dtype))
+            if name in added:
+                want[name] = x.sum()
+            elif name in ("ratio_max", "ratio_min"):
+                extreme = np.max if name == "ratio_max" else np.min
+                value = extreme(values[some_tokens]) if some_tokens.any() else 0.0
+                want[name] = Bounded(value, 0.0, x.arithmetic)
+            else:
+                want[name] = (x * self.active).sum() / max(self.active.sum(), 1.0)
+        return want
+
+
+FUNCTIONS = {
+    "value_loss": Function(ValueLossCall, 2),
+    "kl_divergence": Function(KLCall, 2),
+    "group_advantages": Function(GroupAdvantagesCall, 3),
+    "gae": Function(ScanCall, 2),
+    "discounted_returns": Function(ScanCall, 1),
+    "token_weights": Function(TokenWeightsCall, 1),
+    "whiten": Function(WhitenCall, 1),
+    "masked_mean": Function(MeanCall, 1),
+    "reduce_metrics": Function(ReduceMetricsCall, 1),
+}

@@ -5,13 +5,28 @@ import collections
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import fastrl
 from fastrl.contract import RowStats
 from fastrl.library import operators
-from tests.ops.entry_points import ENTRIES, cut, outcome
+from tests.calls.case import Case
+from tests.calls.combined import assert_value
+from tests.calls.entries import ENTRIES, cut, outcome
 
 #: Calls of one operator that are kept: with and without the optional arguments.
 MOST = 4
+SIZE = {"sequences": 2, "tokens": 3}
+IN_PLACE = {**SIZE, "vocabulary": 37, "inplace": True}
+#: What no entry does: work in place, groups by ids.
+CASES = [
+    *(
+        Case(function, **IN_PLACE, temperature=heat, mask_dtype=dtype)
+        for function in ("token_logprobs", "logits_policy_loss")
+        for heat, dtype in ((0.7, "float32"), ("per-token", "int32"))
+    ),
+    Case("token_logprobs", **IN_PLACE, kept="few"),
+    Case("token_divergence", **IN_PLACE, beta=0.4),
+    Case("token_divergence", **IN_PLACE | {"inplace": False}, beta=0.4),
+    Case("group_advantages", **SIZE, layout="packed", groups="ids", mask="absent"),
+]
 
 
 class Calls(TorchDispatchMode):
@@ -41,27 +56,8 @@ def operator_calls(backend, wanted=lambda entry: True):
         if backend in ("cpu", "triton"):
             gathered_calls(backend)
             divergence_calls(backend)
-        leaf, ids = torch.randn(2, 3, 37).requires_grad_(), torch.randint(37, (2, 3))
-        for heat, dtype in ((0.7, torch.float32), (torch.rand(2, 3) + 0.5, torch.int32)):
-            options = {"mask": torch.ones(2, 3, dtype=dtype), "backend": backend}
-            options["temperature"] = heat
-            logprobs = fastrl.token_logprobs(leaf * 1, ids, inplace_backward=True, **options)
-            logprobs.sum().backward()
-            loss = fastrl.logits_policy_loss(
-                leaf * 1, ids, torch.ones(2), inplace=True, **options
-            ).loss
-            loss.backward()
-        kept = fastrl.KeptTokens.from_lists([[3, 1], [], [5], [7, 2, 36], [], [0]])
-        overwritten = leaf * 1
-        fastrl.token_logprobs(
-            overwritten, ids, inplace_backward=True, kept=kept, backend=backend
-        ).sum().backward()
-        teacher = fastrl.Teacher.from_logits(torch.randn(2, 3, 37), beta=0.4)
-        for inplace in (False, True):
-            of_teacher = {"inplace_backward": inplace, "backend": backend}
-            fastrl.token_divergence(leaf * 1, teacher, **of_teacher).sum().backward()
-        names = torch.tensor([5, -1, 5, 5, 9, -1])
-        fastrl.group_advantages(torch.randn(6), group_ids=names, backend=backend)
+        for case in CASES:
+            assert_value(backend, case)
     return {operator: [*forms.values()] for operator, forms in calls.by_operator.items()}
 
 

@@ -134,6 +134,8 @@ def main(built, first, cases):
     spec = importlib.machinery.ModuleSpec("fastrl._C", None, origin=str(ROOT / "fastrl" / "_C"))
     sys.modules["fastrl._C"] = importlib.util.module_from_spec(spec)
     import fastrl
+    from tests.calls.case import Case
+    from tests.calls.combined import assert_value
     from tests.contract.operator_calls import divergence_calls, gathered_calls
     from tests.fuzz.run import Run, perform
 
@@ -144,11 +146,10 @@ def main(built, first, cases):
         gathered_calls("cpu")  # which other operators make, unseen
         divergence_calls("cpu")
         # weights of every term, which few cases have
-        leaf, ids = torch.randn(1, 3, 5, requires_grad=True), torch.zeros(1, 3, dtype=torch.int64)
         terms = {"entropy_aggregation": "token-sum", "kl_aggregation": "token-sum"}
-        objective = fastrl.Objective(entropy_coef=0.1, kl_coef=0.1, **terms)
-        options = {"ref_logprobs": torch.zeros(1, 3), "objective": objective, "backend": "cpu"}
-        fastrl.logits_policy_loss(leaf, ids, torch.ones(1), torch.ones(1, 3), **options)
+        fields = {"entropy_coef": 0.1, "kl_coef": 0.1, **terms}
+        case = Case("logits_policy_loss", tokens=3, vocabulary=5, ref="near", fields=fields)
+        assert_value("cpu", case)
         report = perform(run, before=lambda case: sys.stderr.write(f"{case}\n"))
     if report.failures:
         sys.exit(str(report))

@@ -108,6 +108,32 @@ def test_a_tensor_that_is_not_dense(name, argument, kind):
     refuses(lambda: FUNCTIONS[name](**arguments), TypeError, message)
 
 
+#: What is no tensor of the kind that an argument takes: its words.
+OTHERS = {
+    "a list": (torch.Tensor.tolist, TypeError, "must be a tensor, got list"),
+    "on meta": (lambda x: x.to("meta"), ValueError, "must be on cpu like"),
+    "complex": (lambda x: x.to(torch.complex64), TypeError, "must be ... complex64"),
+    "of integers": (torch.Tensor.long, TypeError, "must be a floating-point tensor"),
+}
+TAKE_INTEGERS = ("mask", "token_ids", "cu_seqlens", "group_ids", "terminated", "truncated")
+OF_TENSORS = [
+    (name, argument, kind)
+    for name, argument in ARGUMENTS
+    for kind in OTHERS
+    if str(inspect.signature(FUNCTIONS[name]).parameters[argument].annotation).startswith("Tensor")
+    if not (kind == "on meta" and argument == next(iter(given(name, argument))))
+    if not (kind == "of integers" and argument in TAKE_INTEGERS)
+]
+
+
+@pytest.mark.parametrize(("name", "argument", "kind"), OF_TENSORS)
+def test_what_is_no_such_tensor(name, argument, kind):
+    arguments = given(name, argument)
+    change, error, message = OTHERS[kind]
+    arguments[argument] = change(arguments[argument])
+    refuses(lambda: FUNCTIONS[name](**arguments), error, f"{argument} {message}")
+
+
 def test_an_array_as_backend():
     """A comparison of it with a name is an array."""
     tried = 0

@@ -7,8 +7,8 @@ import fastrl
 from fastrl.integrations.liger.distillation import LigerFusedLinearJSDLoss
 from fastrl.integrations.verl.aggregation import agg_loss
 from fastrl.integrations.verl.group_baselines import compute_gpg_outcome_advantage
+from tests.calls.entries import entries, outcome
 from tests.ops.closeness import assert_same
-from tests.ops.entry_points import entries, outcome
 
 OTHERS = (torch.bfloat16, torch.float16, torch.float64)
 

@@ -4,18 +4,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import fastrl
-from fastrl import Objective
+from tests.calls.case import Case
+from tests.calls.combined import each
+from tests.calls.entries import Entry
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
-B, T, V = 3, 5, 11
-MASKS = (torch.bool, torch.int64, torch.float32)
-NORMALIZERS = {
-    "local counts": None,
-    "a global count": 40.0,
-    "a global count as a tensor": torch.tensor(40),
-}
+MASKS = ["bool", "int64", "float32"]
 
 
 class Counted(TorchDispatchMode):
@@ -32,49 +27,51 @@ class Counted(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("mask", MASKS, ids=str)
-@pytest.mark.parametrize("normalizer", NORMALIZERS.values(), ids=NORMALIZERS)
-@pytest.mark.parametrize(
-    ("form", "preset", "most"),
-    [("logprobs", name, 4) for name in ("grpo", "dapo", "gspo", "luspo", "dr_grpo")]
-    + [("logits", name, 5) for name in ("grpo", "dapo")],
+LOSSES = each(
+    mask="ragged",
+    mask_dtype=MASKS,
+    fields={"kl_coef": 0.04},
+    old="near",
+    ref="near",
+    advantages="sequence",
+    normalizer=[None, 40.0, (40,)],  # local counts, a global one, one as a tensor
+    objective=["grpo", "dapo", "gspo", "luspo", "dr_grpo"],
 )
-def test_a_loss_and_its_gradient(form, preset, most, normalizer, mask):
-    inputs, function = torch.randn(B, T), fastrl.policy_loss
-    if form == "logits":
-        inputs, function = torch.randn(B, T, V), fastrl.logits_policy_loss
-    leaf, ids = inputs.requires_grad_(), torch.randint(V, (B, T))
-    valid = (torch.arange(T) < torch.tensor([[5], [2], [3]])).to(mask)
-    advantages, old, ref = torch.randn(B), torch.randn(B, T), torch.randn(B, T)
+OF_LOGITS = [one for one in LOSSES if one["objective"] in ("grpo", "dapo")]
+
+
+@pytest.mark.parametrize(
+    ("case", "most"),
+    [(Case("policy_loss", **one), 4) for one in LOSSES]
+    + [(Case("logits_policy_loss", vocabulary=11, **one), 5) for one in OF_LOGITS],
+    ids=str,
+)
+def test_a_loss_and_its_gradient(case, most):
+    entry = Entry(case)
+    inputs = entry.draw(3, 5, torch.float32)
+    leaf = inputs[entry.leaves[0]].requires_grad_()
+    arguments, call = entry.arguments(inputs), entry.function
     with Counted() as counted:
-        function(
-            *((leaf, ids) if form == "logits" else (leaf,)),
-            advantages,
-            valid,
-            old_logprobs=old,
-            ref_logprobs=ref,
-            objective=Objective.preset(preset, kl_coef=0.04),
-            normalizer=normalizer,
-            backend="cpu",
-        ).loss.backward()
+        call(**arguments, backend="cpu").loss.backward()
     assert len(counted.names) <= most, counted.names
     assert leaf.grad is not None
 
 
-LOGITS, IDS, TOKENS = torch.randn(B, T, V), torch.randint(V, (B, T)), torch.randn(B, T)
-REWARDS, GROUPS = torch.randn(B), torch.tensor([5, 1, 5])
-ALL = {dtype: torch.ones(B, T, dtype=dtype) for dtype in MASKS}
+GROUPS = Case("group_advantages", mask="absent", layout="packed")
+ROWS = Case("token_logprobs", vocabulary=11)
 SINGLE = [
-    ("token_stats_fwd", fastrl.token_logprobs, (LOGITS, IDS), {}),
-    *(("token_stats_fwd", fastrl.token_logprobs, (LOGITS, IDS), {"mask": x}) for x in ALL.values()),
-    ("gae_fwd", fastrl.gae, (TOKENS, TOKENS, ALL[torch.bool]), {}),
-    ("group_advantages_fwd", fastrl.group_advantages, (REWARDS,), {"group_size": 3}),
-    ("group_advantages_fwd", fastrl.group_advantages, (REWARDS,), {"group_ids": GROUPS}),
+    ("token_stats_fwd", ROWS.changed(mask="absent")),
+    *(("token_stats_fwd", ROWS.changed(mask_dtype=dtype)) for dtype in MASKS),
+    ("gae_fwd", Case("gae")),
+    ("group_advantages_fwd", GROUPS),
+    ("group_advantages_fwd", GROUPS.changed(groups="ids")),
 ]
 
 
-@pytest.mark.parametrize(("operator", "function", "arguments", "options"), SINGLE)
-def test_a_single_operator(operator, function, arguments, options):
+@pytest.mark.parametrize(("operator", "case"), SINGLE, ids=str)
+def test_a_single_operator(operator, case):
+    entry = Entry(case)
+    arguments, call = entry.arguments(entry.draw(2, 2, torch.float32)), entry.function
     with Counted() as counted:
-        function(*arguments, **options, backend="cpu")
+        call(**arguments, backend="cpu")
     assert counted.names == [f"fastrl.{operator}.default"]

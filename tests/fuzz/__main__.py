@@ -5,10 +5,9 @@ import os
 import sys
 
 from tests.calls.case import parse
-from tests.calls.examine import BACKENDS
+from tests.calls.examine import BACKENDS, FUNCTIONS
 from tests.ptx import backends
 
-from .draw import FUNCTIONS
 from .run import MOST_IN_DOUBT, Run
 from .supervise import supervised
 

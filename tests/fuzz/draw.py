@@ -3,34 +3,15 @@
 from typing import Any
 
 from tests.calls import policy_data, rows_data
-from tests.calls.case import DIVERGENCES, LINEAR, LOSSES, WITH_LOGITS, Case
+from tests.calls.case import DIVERGENCES, LINEAR, SIGNATURES, WITH_LOGITS, WITH_OBJECTIVE, Case
+from tests.calls.examine import FUNCTIONS
 from tests.calls.refusals import WRONG
+from tests.calls.values_call import FUNCTIONS as PLAIN
 
 from .chance import Chance
 from .draw_objective import objective_options
-from .draw_plain import PLAIN
+from .draw_plain import features_of, plain_options
 
-#: How often each function is drawn.
-FUNCTIONS = {
-    "token_logprobs": 2,
-    "token_stats": 5,
-    "linear_token_logprobs": 1,
-    "linear_token_stats": 2,
-    "token_divergence": 3,
-    "linear_divergence": 2,
-    "policy_loss": 8,
-    "logits_policy_loss": 6,
-    "linear_policy_loss": 4,
-    "value_loss": 2,
-    "kl_divergence": 2,
-    "group_advantages": 3,
-    "gae": 2,
-    "discounted_returns": 1,
-    "token_weights": 1,
-    "whiten": 1,
-    "masked_mean": 1,
-    "reduce_metrics": 1,
-}
 SHARE_WRONG = 0.02
 DIFFERENTIABLE = ("logprobs", "entropy", "logsumexp")
 #: Vocabularies around powers of two and the 4,096 columns that the CPU kernel reads at once.
@@ -38,21 +19,6 @@ SMALL = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 65, 100, 127, 130, 257)
 MIDDLE = (500, 1000, 1023, 2049)
 LARGE = (4095, 4096, 4097, 4111, 5000, 8192, 8193, 9001, 12289)
 NO_ENTROPY = ("nan-row", "nan-one", "positive-inf", "inf-row", "inf-chosen", "inf-block")
-_MEAN = ("offset", "equal", "nan-x", "inf-x")
-_REWARDS = ("nan-rewards", "inf-rewards")
-PLAIN_FEATURES = {
-    "kl_divergence": ("logprob-inf", "ref-inf", "ref-both-inf", "nan-logprob", "nan-ref"),
-    "group_advantages": ("offset", "equal-groups", "zero-groups", *_REWARDS),
-    "gae": ("offset", *_REWARDS),
-    "discounted_returns": ("offset", *_REWARDS),
-    "value_loss": (
-        *("offset", "equal", "nan-values", "nan-returns", "nan-old"),
-        *("inf-values", "inf-returns", "inf-old"),
-    ),
-    "whiten": _MEAN,
-    "masked_mean": _MEAN,
-    "reduce_metrics": ("nan-metric",),
-}
 
 
 def draw(
@@ -60,7 +26,7 @@ def draw(
 ) -> Case:
     """Return the case of this number: the same in every run."""
     chance = Chance(f"{seed} {index}")
-    function = function or chance.weighed(FUNCTIONS)
+    function = function or chance.weighed({name: one.drawn for name, one in FUNCTIONS.items()})
     wrong = chance.pick(WRONG) if chance.of(SHARE_WRONG) and function != "reduce_metrics" else None
     options: dict[str, Any] = {"seed": chance.whole(0, 10**6)}
     options |= _tokens(chance, function, executed)
@@ -79,10 +45,10 @@ def draw(
         options |= _head_options(chance, function)
     if function in DIVERGENCES:
         options |= _teacher_options(chance) | ({} if wrong is None else {"kept": None})
-    if function in LOSSES:
+    if function in WITH_OBJECTIVE:
         options |= objective_options(chance, function, options)
     if function in PLAIN:
-        options |= PLAIN[function](chance, options)
+        options |= plain_options(chance, function, options)
     options["twice"] = options["twice"] and not options.get("inplace", False)
     options["features"] = _features(chance, function, options)
     return Case(function, **options, wrong=wrong)
@@ -175,7 +141,7 @@ def _row_options(chance: Chance, function: str, options: dict, executed: bool) -
         if options["mode"] == "grad" and not set(outputs) & set(DIFFERENTIABLE):
             outputs.append(chance.pick(DIFFERENTIABLE))
         drawn["outputs"] = tuple(outputs) or ("logprobs",)
-    if (function.endswith(("stats", "logprobs")) or function in DIVERGENCES) and chance.of(0.2):
+    if SIGNATURES[function]["mask"].default is None and chance.of(0.2):
         drawn["mask"] = "absent"
     return drawn
 
@@ -232,10 +198,11 @@ def _features(chance: Chance, function: str, options: dict) -> tuple[str, ...]:
         known += rows_data.FEATURES
     elif function in LINEAR:
         known += ("nan-row", "ties", "inf-some", "lowest-some", "ignored")
-    if function in LOSSES:
+    if function in WITH_OBJECTIVE:
         own = str(options.get("objective", "")).startswith("own")
         known += [name for name in policy_data.FEATURES if not (own and "inf" in name)]
-    known += PLAIN_FEATURES.get(function, ())
+    if function in PLAIN:
+        known += features_of(function)
     if function in DIVERGENCES:  # most rows should have a distribution to compare
         known = [name for name in known if name not in ("ignored", *NO_ENTROPY[2:5], "largest")]
     share = min(0.5, 1.5 / max(len(known), 1))

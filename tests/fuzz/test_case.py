@@ -6,10 +6,10 @@ import pytest
 
 from tests.calls import objectives, policy_data, rows_data
 from tests.calls.case import LOSSES, SIMPLEST, Case, parse
+from tests.calls.examine import FUNCTIONS
 from tests.calls.refusals import WRONG
 
-from . import draw_plain
-from .draw import FUNCTIONS, draw
+from .draw import draw
 
 DRAWN = [draw(1, index, float64=True, executed=False) for index in range(6000)]
 
@@ -58,7 +58,3 @@ def test_every_objective_of_every_convention_is_drawn():
 
 def test_every_refusal_can_be_drawn():
     assert {case.wrong for case in DRAWN} == {None, *WRONG}
-
-
-def test_every_function_of_plain_torch_has_options():
-    assert set(draw_plain.PLAIN) <= set(FUNCTIONS)

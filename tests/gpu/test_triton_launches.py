@@ -9,8 +9,8 @@ from fastrl import Objective
 from fastrl.contract import LossArguments, RowArguments
 from fastrl.library import operators
 from fastrl.triton.runtime.registration import OPERATORS
+from tests.calls.entries import ENTRIES
 from tests.contract.operator_calls import operator_calls
-from tests.ops.entry_points import ENTRIES
 
 pytestmark = [pytest.mark.kernels_alone, pytest.mark.not_on("cuda")]
 ROWS = RowArguments(

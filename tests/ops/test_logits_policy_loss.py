@@ -5,8 +5,8 @@ import torch
 
 import fastrl
 from fastrl import Objective, Teacher
+from tests.calls.entries import ENTRIES, FEW
 from tests.ops.closeness import assert_same
-from tests.ops.entry_points import ENTRIES, FEW
 
 pytestmark = pytest.mark.kernels
 

@@ -7,18 +7,20 @@ import torch
 
 import fastrl
 from fastrl import Objective
-from tests.ops.inputs import beside, make_logprobs, widest
+from tests.calls.case import Case
+from tests.calls.entries import Entry
+from tests.ops.inputs import widest
 
 
 def test_local_token_means_are_averaged_by_their_tokens(backend):
-    o = Objective(kl_coef=0.1, clip_low=0.1)
-    logprobs = make_logprobs(8, 6, dtype=widest(backend))
-    inputs = {"logprobs": logprobs} | beside(o, logprobs)
+    fields = {"kl_coef": 0.1, "clip_low": 0.1}
+    entry = Entry(Case("policy_loss", objective="ppo", fields=fields, old="near", ref="near"))
+    inputs = entry.draw(8, 6, widest(backend))
     inputs["mask"][3] = False
 
     def metrics_of(rows):
         part = {name: x[rows] for name, x in inputs.items()}
-        return fastrl.policy_loss(**part, objective=o, backend=backend).metrics
+        return fastrl.policy_loss(**part, **entry.options, backend=backend).metrics
 
     parts = [metrics_of(slice(a, b)) for a, b in ((0, 3), (3, 4), (4, 8))]
     together = fastrl.reduce_metrics(parts, policy_loss="mean")

@@ -11,8 +11,8 @@ import torch
 import fastrl
 from fastrl import Objective, RolloutCorrection
 from fastrl.objective.presets import PRESETS
+from tests.calls.entries import ENTRIES, outcome
 from tests.ops.closeness import assert_same
-from tests.ops.entry_points import ENTRIES, outcome
 from tests.ops.inputs import make_logprobs, widest
 
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("poisoned_memory")]

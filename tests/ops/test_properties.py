@@ -10,11 +10,16 @@ import torch
 
 import fastrl
 from fastrl.contract import METRICS
+from tests.calls.entries import cut, entries, outcome, pack, per_token, sequences_of
 from tests.ops.closeness import assert_close, assert_same
-from tests.ops.entry_points import cut, entries, outcome, pack, per_token
-from tests.ops.inputs import LENGTHS, POISONS, widest
+from tests.ops.inputs import widest
 
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("poisoned_memory")]
+
+#: Values that a masked position may have without changing a result.
+POISONS = (float("nan"), float("inf"), float("-inf"), 1e30, -1e30)
+#: The sequences whose micro-batch splits must agree.
+LENGTHS = (1, 3, 7, 50, 2, 9, 100, 11)
 
 
 def has_mask(entry):
@@ -107,14 +112,6 @@ def test_packed_equals_padded(backend, entry):
     assert_close(found, pack(wanted, shape, lengths))
 
 
-def sequences_of(inputs, chosen, width):
-    """Some of the sequences, cut to this width."""
-    return {
-        name: x if name == "weight" else x[chosen, :width] if x.dim() > 1 else x[chosen]
-        for name, x in inputs.items()
-    }
-
-
 def together(parts):
     """What the outcomes of packed micro-batches are as one."""
     found = {}
@@ -158,7 +155,7 @@ def test_micro_batches_are_the_whole_batch(backend, entry, size, form):
         parts.append(pack(found, (len(lengths), width), lengths))
     found = together(parts)
     assert_close(found, {name: whole[name] for name in found})
-    products = {"hidden", "teacher_hidden"} & inputs.keys()  # a BLAS may add otherwise
+    products = {"hidden", "teacher.hidden"} & inputs.keys()  # a BLAS may add otherwise
     if backend == "cpu" and entry.joins == "sequences" and not products:
         assert_same(found, {name: whole[name] for name in found})
 
@@ -181,6 +178,20 @@ def broken_inputs(entry):
             yield from ((name, math.inf), (name, -math.inf))
 
 
+def in_the_loss(inputs):
+    """Changes with which no token of a loss is dropped, nor the one that is looked at clipped."""
+    weights = {"policy_weights", "advantages"} & inputs.keys()
+    changed = {name: inputs[name].abs() + 0.1 for name in weights}
+    if "logprobs" in inputs and "old_logprobs" in inputs:
+        changed["old_logprobs"] = inputs["logprobs"].clone()
+    if "rollout_top_k.logprobs" in inputs:
+        ids, logprobs = (inputs[f"rollout_top_k.{name}"] for name in ("token_ids", "logprobs"))
+        present = torch.arange(ids.shape[-1]).expand_as(ids).clone()
+        changed["rollout_top_k.token_ids"] = present
+        changed["rollout_top_k.logprobs"] = torch.full_like(logprobs, -4.0)
+    return changed
+
+
 @pytest.mark.parametrize("form", ["padded", "packed"])
 @entries(lambda e: e.joins != "batch" and e.function is not fastrl.token_weights)
 def test_a_broken_number_reaches_the_results_of_its_token_alone(backend, entry, form):
@@ -188,6 +199,7 @@ def test_a_broken_number_reaches_the_results_of_its_token_alone(backend, entry, 
     inputs = entry.draw(3, 4, torch.float32)
     inputs |= {k: torch.ones(3, 4, dtype=torch.bool) for k in ("mask",) if k in inputs}
     inputs |= {k: torch.zeros(3, 4) for k in ("terminated", "truncated") if k in inputs}
+    inputs |= in_the_loss(inputs)
     clean = outcome(entry, backend, inputs)
     for name, bad in broken_inputs(entry):
         dirty = {**inputs, name: inputs[name].clone()}

@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 import fastrl
 from fastrl import Objective
 from fastrl.reference import row_blocks
+from tests.calls.case import LOSSES
+from tests.calls.entries import CENTERED, ENTRIES, FEW, OBJECTIVES, entries, outcome
 from tests.calls.tokens import laid_out
 from tests.ops.closeness import assert_close, assert_same
-from tests.ops.entry_points import CENTERED, ENTRIES, FEW, OBJECTIVES, entries, outcome
-from tests.ops.inputs import beside, make_logprobs
 
 pytestmark = [
     pytest.mark.kernels,
@@ -25,9 +25,12 @@ pytestmark = [
 ]
 
 
+FEW_OBJECTIVES = [*(OBJECTIVES[name] for name in FEW), *CENTERED.values()]
+
+
 def with_few_objectives(entry):
-    few = [None, *(OBJECTIVES[name] for name in FEW), *CENTERED.values()]
-    return entry.options.get("objective") in few
+    case = entry.case
+    return case.function not in LOSSES or (case.objective, case.fields) in FEW_OBJECTIVES
 
 
 each = entries(with_few_objectives)
@@ -319,13 +322,12 @@ def test_a_function_that_fails_keeps_no_memory():
         (logprobs - old_logprobs).exp().sigmoid()
         raise ArithmeticError
 
-    o = Objective(surrogate=fails)
-    logprobs = make_logprobs(B, T, dtype=torch.float32)
-    inputs = beside(o, logprobs)
+    entry, o = ENTRIES["policy_loss function"], Objective(surrogate=fails)
+    inputs = entry.draw(B, T, torch.float32)
 
     def call():
-        leaf = logprobs.clone().requires_grad_()
-        refused(lambda: fastrl.policy_loss(leaf, **inputs, objective=o), ArithmeticError)
+        inputs["logprobs"] = inputs["logprobs"].detach().requires_grad_()
+        refused(lambda: entry.call("auto", inputs, objective=o), ArithmeticError)
 
     kept = kept_by(call)
     assert kept < LIMIT, f"{CALLS} calls keep {kept} bytes"

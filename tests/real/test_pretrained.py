@@ -22,7 +22,7 @@ from fastrl.train.loading import load
 from fastrl.train.policy import completion_logprobs
 from fastrl.train.prompts import encode
 from fastrl.train.sampling import Sampler
-from tests.calls.linear_call import ENTERING
+from tests.calls.forms import ENTERING
 from tests.calls.oracle.bounded import FLOAT32, Bounded
 from tests.calls.oracle.functions import exp, stored
 from tests.calls.oracle.head import LinearHead

@@ -12,7 +12,7 @@ import fastrl
 from fastrl import Objective
 from fastrl.ops._head import kept_products
 from fastrl.ops._rows import given, order
-from tests.calls.case import LINEAR, parse
+from tests.calls.case import parse
 from tests.calls.examine import examine
 from tests.calls.trial import Trial
 from tests.ops.linear.linear_head import near
@@ -91,17 +91,18 @@ class SplitTrial(Trial):
         super().__init__(*arguments)
         self.sizes, self.seen = sizes, seen
 
-    def call(self, *given, function="", **options):
-        own, linear = columns(self.sizes), self.case.function in LINEAR
-        given = [of_teacher(x, own) if isinstance(x, fastrl.Teacher) else x for x in given]
-        given[linear] = given[1][own] if linear else given[0][..., own]
-        if "teacher" in options:
-            options["teacher"] = of_teacher(options["teacher"], own)
-        options = of_head(own, **options) if linear else options
-        return super().call(*given, function=function, vocab_group=dist.group.WORLD, **options)
+    def invoke(self, function, arguments):
+        own = columns(self.sizes)
+        split = {name: part(name, x, own) for name, x in arguments.items() if name in SPLIT}
+        if "teacher" in arguments:
+            split["teacher"] = of_teacher(arguments["teacher"], own)
+        if "lora" in arguments:
+            a, b, scale = arguments["lora"]
+            split["lora"] = a, b[own], scale
+        return super().invoke(function, {**arguments, **split, "vocab_group": dist.group.WORLD})
 
-    def backward(self, leaves, outputs, upstream):
-        done = super().backward(leaves, outputs, upstream)
+    def differentiate(self, leaves, outputs, upstream):
+        done = super().differentiate(leaves, outputs, upstream)
         for name in leaves.keys() & {*SPLIT} if done else ():
             wide = leaves[name].grad.double()  # zeros beside the part: the sum is exact
             dist.all_reduce(wide)
