@@ -69,10 +69,6 @@ FUNCTIONS = {path: item for path, item in PUBLIC.items() if item.is_function}
 RESULTS = {str(item.returns).split(".")[-1] for item in FUNCTIONS.values()}
 
 
-def each(items):
-    return pytest.mark.parametrize("item", items.values(), ids=items.keys())
-
-
 def sections(item, kind):
     parsed = item.docstring.parsed if item.docstring else []
     return [section.value for section in parsed if section.kind.value == kind]
@@ -101,23 +97,35 @@ def test_documents_name_what_exists():
     assert sorted(name for name in named_in_documents() if definition(name) is None) == []
 
 
-@each(PUBLIC)
-def test_arguments_and_fields_are_those_of_the_code(item):
-    if item.is_class and all(one.docstring for one in item.attributes.values()):
-        return  # settings, with a docstring below each
-    assert list(described(item)) == list(declared(item))
+def missing(item):
+    """Yield what the docstring of a public name lacks."""
+    text, annotations, listed = item.docstring.value, declared(item), described(item)
+    settings = item.is_class and all(one.docstring for one in item.attributes.values())
+    if not settings and list(listed) != list(annotations):  # settings have a docstring below each
+        yield f"the arguments or fields of the code: {list(annotations)}"
+    shapes = " ".join(sections(item, "text")) if item.is_class else ""
+    for name, description in listed.items():
+        if "Tensor" in annotations.get(name, "") and not SHAPE.search(f"{shapes} {description}"):
+            yield f"the shape of {name}"
+    if item.is_function and str(item.returns) != "None" and not sections(item, "returns"):
+        yield "Returns"
+    tensors = [name for name, annotation in annotations.items() if "Tensor" in annotation]
+    refuses = item.is_function and tensors and not item.parent.is_class
+    if refuses and not sections(item, "raises"):
+        yield "Raises"
+    if not doctest.DocTestParser().get_examples(text):
+        yield "an example"
+    if any(re.search(r"log_?prob|entropy|diverg", name) for name in listed) and "nats" not in text:
+        yield "that log-probabilities are in nats"
+    of_math = item.path.startswith(("fastrl.ops.", "fastrl.objective."))
+    of_math = of_math and item.name not in {*RESULTS, "reduce_metrics"} and not item.parent.is_class
+    if of_math and not SOURCE.search(text):
+        yield "the source of its mathematics"
 
 
-@each(PUBLIC)
-def test_every_tensor_has_a_shape(item):
-    text = " ".join(sections(item, "text")) if item.is_class else ""
-    annotations = declared(item)
-    without = [
-        name
-        for name, description in described(item).items()
-        if "Tensor" in annotations[name] and not SHAPE.search(f"{text} {description}")
-    ]
-    assert without == []
+@pytest.mark.parametrize("item", PUBLIC.values(), ids=PUBLIC)
+def test_a_docstring_is_complete(item):
+    assert list(missing(item)) == []
 
 
 def test_an_argument_is_described_where_it_is_used():
@@ -148,33 +156,6 @@ def test_an_argument_is_described_in_the_same_words_everywhere(name):
     sentences = {" ".join(text.split()).partition(". ")[0].removesuffix(".") for text in texts}
     assert len(texts) > 1
     assert len(sentences) == 1
-
-
-@each(FUNCTIONS)
-def test_results_and_errors_are_described(item):
-    if str(item.returns) != "None":
-        assert sections(item, "returns")
-    if any("Tensor" in annotation for annotation in declared(item).values()):
-        assert sections(item, "raises") or item.parent.is_class
-
-
-@each(PUBLIC)
-def test_there_is_an_example(item):
-    assert doctest.DocTestParser().get_examples(item.docstring.value)
-
-
-@each(PUBLIC)
-def test_log_probabilities_are_in_nats(item):
-    text = item.docstring.value
-    if any(re.search(r"log_?prob|entropy|diverg", name) for name in described(item)):
-        assert "nats" in text
-
-
-@each(PUBLIC)
-def test_mathematics_has_a_source(item):
-    of_math = item.path.startswith(("fastrl.ops.", "fastrl.objective."))
-    if of_math and item.name not in {*RESULTS, "reduce_metrics"} and not item.parent.is_class:
-        assert SOURCE.search(item.docstring.value)
 
 
 def test_every_docstring_is_parsed_as_written(caplog):
