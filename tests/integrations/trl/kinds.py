@@ -138,7 +138,7 @@ def make_trainer(model, kind="GRPO", **options):
     row, datasets = KINDS[kind], needed("datasets")
     module = needed(f"trl.experimental.{row.folder}" if row.folder else "trl")
     build = getattr(module, f"{kind}Trainer")
-    options = {**OPTIONS, "output_dir": "unused", **row.options, **options}
+    options = {**OPTIONS, "output_dir": "out", **row.options, **options}
     if isinstance(options.get("peft_config"), dict):
         lora = {"peft_type": "LORA", "task_type": "CAUSAL_LM"}
         options["peft_config"] = needed("peft").get_peft_config(lora | options["peft_config"])
@@ -172,7 +172,7 @@ def used(**use):
     return lambda trainer: use_fastrl(trainer, **use)
 
 
-def both(model, kind="GRPO", prepared=lambda trainer: None, *, use=None, **options):
+def both(model, kind="GRPO", prepared=None, *, use=None, **options):
     """Train without fastrl and with it, each after ``prepared(trainer)``.
 
     Compare the loss of each micro-batch, all that TRL logs (metrics and norms of gradients) except
@@ -181,7 +181,7 @@ def both(model, kind="GRPO", prepared=lambda trainer: None, *, use=None, **optio
     Args:
         model: As for `make_trainer`.
         kind: As for `make_trainer`.
-        prepared: A function of the trainer.
+        prepared: A function of the trainer, or None.
         use: Keyword arguments of `use_fastrl`.
         **options: As for `make_trainer`.
 
@@ -192,7 +192,8 @@ def both(model, kind="GRPO", prepared=lambda trainer: None, *, use=None, **optio
     for context in (contextlib.nullcontext, used(**(use or {}))):
         torch.manual_seed(0)
         trainer = make_trainer(model, kind, **options)
-        prepared(trainer)
+        if prepared is not None:
+            prepared(trainer)
         random.seed(0)  # by which GKD chooses between data and samples
         before = weights(trainer)
         found.append((*run(trainer, context), weights(trainer)))
@@ -236,6 +237,17 @@ def check_autocast(model, kind="GRPO", **options):
         assert ours[name] == pytest.approx(theirs[name], abs=BFLOAT16[name]), name
     assert 0 < ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=5e-2)
     assert ours["grad_norm"] != pytest.approx(exact["grad_norm"], rel=1e-6)
+
+
+def first_of(trainer):
+    """The first batch of a trainer's data."""
+    return next(iter(trainer.get_train_dataloader()))
+
+
+@torch.no_grad()
+def scores(trainer, ids, mask, count=3):
+    """The log-probabilities that a trainer computes of the last tokens of its policy."""
+    return trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, count)[0]
 
 
 def loss_of(trainer, batch, count=None):

@@ -7,15 +7,13 @@ import pytest
 import torch
 
 from tests.integrations.packages import needed
-from tests.integrations.trl.kinds import compare, loss_of, make_trainer
+from tests.integrations.trl.kinds import compare, first_of, loss_of, make_trainer
 from tests.integrations.trl.runs import VOCABULARY, make_model
 
 needed("trl")
 from fastrl.integrations.transformers import LmHead, lm_head  # noqa: E402
 from fastrl.integrations.trl import top_tokens, use_fastrl  # noqa: E402
 from fastrl.integrations.trl.two_models import Side  # noqa: E402
-
-pytestmark = pytest.mark.filterwarnings("ignore")
 
 PROMPT, ALL = 3, 7
 #: Trainers and options; those of IWOPD compare distributions, or score tokens.
@@ -102,8 +100,8 @@ def test_a_policy_loss_has_tokens_that_are_not_distilled(name, weight, trainer_o
     compare(trainer, batch(trainer, **changes))
 
 
-def test_a_frozen_head(tiny_path, tmp_path):
-    trainer = make_trainer(tiny_path, "Distillation", output_dir=tmp_path)
+def test_a_frozen_head(tiny_path):
+    trainer = make_trainer(tiny_path, "Distillation")
     trainer.model.lm_head.weight.requires_grad_(False)
     assert "lm_head.weight" not in compare(trainer, batch(trainer))[2]
 
@@ -140,9 +138,9 @@ def test_the_heads_are_called_where_outputs_are_wanted(name, trainer_of):
         hook.remove()
 
 
-def test_outputs_of_tpo_are_trls(tiny_path, tmp_path):
-    trainer = make_trainer(tiny_path, "TPO", output_dir=tmp_path)
-    inputs = next(iter(trainer.get_train_dataloader()))
+def test_outputs_of_tpo_are_trls(tiny_path):
+    trainer = make_trainer(tiny_path, "TPO")
+    inputs = first_of(trainer)
     with use_fastrl(trainer):
         loss, outputs = trainer.compute_loss(trainer.model, inputs, return_outputs=True)
         torch.testing.assert_close(trainer.compute_loss(trainer.model, inputs), loss)
@@ -178,22 +176,6 @@ def test_an_image_reaches_both_models(name, trainer_of, monkeypatch):
         loss_of(trainer, batch(trainer, token_type_ids=kinds))
     wanted = kinds if name == "GOLD" else None
     assert [kind is wanted for kind in found] == [True, True]
-
-
-def test_the_reference_of_a2po_is_under_autocast(tiny_path, tmp_path):
-    """accelerate has put it around the forward that is not called."""
-    trainer = make_trainer(tiny_path, "A2PO", output_dir=tmp_path, bf16=True)
-    dtypes, found = [], []
-    layer = trainer.ref_model.model.layers[0].mlp
-    layer.register_forward_hook(lambda module, inputs, output: dtypes.append(output.dtype))
-    ids = torch.tensor([[5, 6, 7, 8, 9], [10, 11, 12, 13, 14]])
-    for use in (False, True):
-        if use:
-            use_fastrl(trainer)
-        arguments = (trainer.ref_model, ids, torch.ones_like(ids), 3)
-        found.append(trainer._get_sequence_logps(*arguments))
-    assert dtypes == [torch.bfloat16] * 2
-    torch.testing.assert_close(found[1], found[0], atol=0.1, rtol=0)
 
 
 #: Models whose likeliest tokens `distillation_mode="topk_logits"` needs.

@@ -11,41 +11,46 @@ from tests.integrations.trl.runs import check_equal, run
 needed("trl")
 from fastrl.integrations.trl import use_fastrl  # noqa: E402
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.slow
 
-#: Options, whether the loss is fused, and the number of compiled graphs: one for the policy, one
-#: for the reference. Unknown with checkpointing, since TRL adds hooks whenever it generates.
+LONG = {"epsilon": 0.05, "max_steps": 5}
+TWICE = {**LONG, "num_iterations": 2}
+#: Trainer, options, whether the loss is fused, and the number of compiled graphs: one for the
+#: policy, one for the reference. Unknown with checkpointing, since TRL adds hooks whenever it
+#: generates.
 CASES = {
-    "fused": ({"num_iterations": 2}, None, 1),
-    "log-probabilities": ({"num_iterations": 2}, False, 1),
-    "with a reference": ({"beta": 0.1}, None, 2),
-    "with checkpointing": ({"num_iterations": 2, "gradient_checkpointing": True}, None, None),
+    "fused": ("GRPO", TWICE, True, 1),
+    "log-probabilities": ("GRPO", TWICE, False, 1),
+    "with a reference": ("GRPO", {**LONG, "beta": 0.1}, True, 2),
+    "with checkpointing": ("GRPO", {**TWICE, "gradient_checkpointing": True}, True, None),
+    "SFT": ("SFT", {}, False, 1),
+    "DPO": ("DPO", {}, False, 2),
+    "CPO": ("CPO", {}, False, 1),
 }
+ROWS = [(name, False) for name in CASES]
+ROWS += [(name, True) for name, (kind, *_) in CASES.items() if kind == "GRPO"]
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("name", CASES)
-def test_backbones_are_compiled_once(name, packed, tiny_path, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("name", "packed"), ROWS)
+def test_backbones_are_compiled_once(name, packed, tiny_path, monkeypatch):
     """Packed rows, on demand, leave the graph for the attention, so they add graphs."""
-    options, fused, graphs = CASES[name]
-    lengths = set()
-    own = transformers.LlamaModel.__call__
+    kind, options, fused, graphs = CASES[name]
+    lengths, own = set(), transformers.LlamaModel.__call__
 
     def recorded(self, *arguments, **inputs):
         lengths.add(inputs["input_ids"].shape[1])
         return own(self, *arguments, **inputs)
 
     monkeypatch.setattr(transformers.LlamaModel, "__call__", recorded)
-    options = {"output_dir": tmp_path, "epsilon": 0.05, "max_steps": 5, **options}
-    theirs, *_ = run(make_trainer(tiny_path, **options))
+    theirs, *_ = run(make_trainer(tiny_path, kind, **options))
 
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
     compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-    trainer = make_trainer(tiny_path, **options, **compiled)
+    trainer = make_trainer(tiny_path, kind, **options, **compiled)
     ours, _, handle = run(trainer, lambda t: use_fastrl(t, fused=fused, packed=packed))
-    assert handle.fused == (fused is None)
+    assert handle.fused == fused
     check_equal(ours, theirs)
     assert len(lengths) > 1  # and none of them compiled it again
     if not packed:
@@ -53,8 +58,8 @@ def test_backbones_are_compiled_once(name, packed, tiny_path, tmp_path, monkeypa
         assert graphs in (None, counters["stats"]["unique_graphs"])
 
 
-def test_packed_rows_are_not_the_default(tiny_path, tmp_path):
-    trainer = make_trainer(tiny_path, output_dir=tmp_path, torch_compile=True)
+def test_packed_rows_are_not_the_default(tiny_path):
+    trainer = make_trainer(tiny_path, torch_compile=True)
     with use_fastrl(trainer) as handle:
         assert not handle.packed
         assert handle.packed_reason.startswith("torch_compile=True")

@@ -40,8 +40,8 @@ def saturation_warnings(caught):
     return [found for found in caught if "the run has diverged" in str(found.message)]
 
 
-def test_a_diverged_run_continues_with_a_metric_and_one_warning(tiny_path, tmp_path):
-    trainer = make_trainer(tiny_path, output_dir=tmp_path, **DIVERGING)
+def test_a_diverged_run_continues_with_a_metric_and_one_warning(tiny_path):
+    trainer = make_trainer(tiny_path, **DIVERGING)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         steps, losses, handle = run(trainer, use_fastrl)
@@ -58,8 +58,8 @@ def test_a_diverged_run_continues_with_a_metric_and_one_warning(tiny_path, tmp_p
 
 
 @pytest.mark.parametrize("use", [{}, {"use": lambda t: use_fastrl(t, fused=False)}])
-def test_in_trl_the_same_run_makes_the_weights_nan(use, tiny_path, tmp_path):
-    trainer = make_trainer(tiny_path, output_dir=tmp_path, **DIVERGING)
+def test_in_trl_the_same_run_makes_the_weights_nan(use, tiny_path):
+    trainer = make_trainer(tiny_path, **DIVERGING)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with pytest.raises(RuntimeError, match="probability tensor contains"):
@@ -111,9 +111,9 @@ def test_count_saturated_ratios_of_sequences():
     assert count_saturated(trainer, inputs, torch.zeros(2, 4)).tolist() == [3, 6]
 
 
-def test_a_saturated_ratio_that_trl_can_represent_is_not_compared(tiny_path, tmp_path):
+def test_a_saturated_ratio_that_trl_can_represent_is_not_compared(tiny_path):
     """Between 80 and 88 TRL's loss is finite but differs from ours."""
-    trainer = make_trainer(tiny_path, output_dir=tmp_path, loss_type="grpo", beta=0.0)
+    trainer = make_trainer(tiny_path, loss_type="grpo", beta=0.0)
     old = torch.tensor([[-4.0, -4.0], [-89.0, -4.0]])
     inputs = two_completions(trainer, advantages=[1.0, -1.0], old_per_token_logps=old)
     theirs = trainer.compute_loss(trainer.model, dict(inputs))
@@ -126,16 +126,16 @@ def test_a_saturated_ratio_that_trl_can_represent_is_not_compared(tiny_path, tmp
     assert trainer._metrics["train"][METRIC] == [0.25]
 
 
-def test_an_adaptive_bonus_of_0_does_not_enter_the_objective(tiny_path, tmp_path):
+def test_an_adaptive_bonus_of_0_does_not_enter_the_objective(tiny_path):
     """TRL enables the bonus all the same."""
     options = {"use_adaptive_entropy": True, "entropy_coef": 0.0, "beta": 0.0, "loss_type": "grpo"}
-    objective = objective_of(make_trainer(tiny_path, output_dir=tmp_path, **options))
+    objective = objective_of(make_trainer(tiny_path, **options))
     assert objective.entropy_coef == objective.kl_coef == 0
     assert objective.aggregation == "seq-mean-token-mean"
 
 
-def test_rloo_that_has_diverged_stays_finite(tiny_path, tmp_path):
-    trainer = make_trainer(tiny_path, "RLOO", output_dir=tmp_path)
+def test_rloo_that_has_diverged_stays_finite(tiny_path):
+    trainer = make_trainer(tiny_path, "RLOO")
     # the ratio of the first is e^290: inf
     old = torch.tensor([-300.0, -8.0])
     inputs = two_completions(trainer, advantages=[-1.0, 1.0], old_logps=old)

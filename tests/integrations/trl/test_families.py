@@ -1,28 +1,29 @@
-"""TRL's GRPOTrainer with fastrl and without, for many types of models."""
+"""TRL's trainers with fastrl and without, for many types of models."""
 
 import pytest
 
 from tests.integrations.packages import needed
 from tests.integrations.trl.kinds import both, check_autocast
-from tests.integrations.trl.runs import save_model
+from tests.integrations.trl.runs import make_model, save_model
 
 needed("trl")
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-
+SOFTCAP = {"final_logit_softcapping": 3.0}
+EXPERTS = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 #: type of the configuration -> what it needs beyond `make_model`
-FAMILIES = {
+MODELS = {
     "LlamaConfig": {},
     "MistralConfig": {},
     "Olmo2Config": {},
     "Qwen2Config": {},
     "Qwen3Config": {"tie_word_embeddings": True},
-    "Gemma2Config": {"final_logit_softcapping": 3.0},
-    "Gemma3TextConfig": {"final_logit_softcapping": 3.0},
+    "Gemma2Config": SOFTCAP,
+    "Gemma3TextConfig": SOFTCAP,
     "CohereConfig": {"logit_scale": 0.25},
     "Cohere2Config": {"logit_scale": 0.25},
     "GraniteConfig": {"logits_scaling": 4.0},
     "Phi3Config": {},
+    "PhiConfig": {},  # its head has a bias
     "GPTNeoXConfig": {},
     "GPT2Config": {},
     "Olmo3Config": {},
@@ -31,35 +32,50 @@ FAMILIES = {
     "Starcoder2Config": {},
     "OPTConfig": {"ffn_dim": 24, "word_embed_proj_dim": 16, "dropout": 0.0},
     "Glm4Config": {},
-    "Gemma4TextConfig": {"final_logit_softcapping": 3.0},
+    "Gemma4TextConfig": SOFTCAP,
     "HyperCLOVAXConfig": {"logits_scaling": 0.25},
+    "MixtralConfig": {"num_local_experts": 4, **EXPERTS},
+    "Qwen3MoeConfig": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        **EXPERTS,
+    },
+    "GptOssConfig": {"num_local_experts": 4, **EXPERTS},
 }
-EXPERTS = {
-    "MixtralConfig": {"num_local_experts": 4},
-    "Qwen3MoeConfig": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-    "GptOssConfig": {"num_local_experts": 4},
+#: The models of the other trainers.
+OTHERS = {
+    "SFT": ("CohereConfig", "MixtralConfig"),
+    "DPO": ("Gemma2Config", "PhiConfig", "MixtralConfig"),
+    "CPO": ("Gemma2Config", "MixtralConfig"),
+    "ORPO": ("Gemma2Config", "MixtralConfig"),
+    "TPO": ("Gemma2Config", "MixtralConfig"),
+    "Distillation": ("Gemma2Config", "CohereConfig", "GraniteConfig"),
 }
-TWO_STEPS = {
-    "max_steps": 2,
-    "beta": 0.04,
-    "num_iterations": 2,
-    "epsilon": 0.05,
-    "learning_rate": 0.05,
-}
+ROWS = [pytest.param("GRPO", name, marks=pytest.mark.slow) for name in MODELS]
+ROWS += [(kind, name) for kind, names in OTHERS.items() for name in names]
+TWICE = {"max_steps": 2, "beta": 0.04, "num_iterations": 2, "epsilon": 0.05}
+PAIRS = {"per_device_train_batch_size": 2}
+#: Of those that log the loss of experts, which they do in accumulated steps.
+OPTIONS = {"GRPO": TWICE, "SFT": PAIRS, "DPO": PAIRS}
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_steps_are_equal(kind, tmp_path):
-    path = save_model(tmp_path / "model", kind, **FAMILIES[kind])
-    assert both(path, output_dir=tmp_path, **TWO_STEPS)[0].fused
-    check_autocast(path, output_dir=tmp_path, beta=0.04)
+@pytest.mark.parametrize(("kind", "name"), ROWS)
+def test_steps_are_equal(kind, name, tmp_path):
+    """Of GRPO also under autocast."""
+    path = save_model(tmp_path / "model", name, **MODELS[name])
+    options = {"max_steps": 1, "learning_rate": 0.05, **OPTIONS.get(kind, {})}
+    logged = "router_aux_loss_coef" in MODELS[name] and kind in OPTIONS
+    options |= {"gradient_accumulation_steps": 2} if logged else {}
+    handle, steps = both(path, kind, **options)
+    for step in steps:
+        assert step.get("aux_loss", 0) > 1 if logged else "aux_loss" not in step
+    if kind == "GRPO":
+        assert handle.fused
+        check_autocast(path, beta=0.04)
 
 
-@pytest.mark.parametrize("kind", EXPERTS)
-def test_steps_of_a_mixture_of_experts_are_equal(kind, tmp_path):
-    path = save_model(tmp_path / "model", kind, **EXPERTS[kind], router_aux_loss_coef=0.5)
-    options = {"output_dir": tmp_path, "gradient_accumulation_steps": 2, **TWO_STEPS}
-    handle, steps = both(path, **options)
-    assert handle.fused
-    assert all(step["aux_loss"] > 1 for step in steps)
-    check_autocast(path, output_dir=tmp_path, beta=0.04)
+@pytest.mark.parametrize("name", OTHERS["Distillation"])
+def test_teachers(name, tiny_path):
+    teacher = make_model(name, **MODELS[name])
+    both(tiny_path, "Distillation", max_steps=2, beta=0.5, teacher_model=teacher)

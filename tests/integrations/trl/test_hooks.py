@@ -14,9 +14,6 @@ needed("trl")
 from fastrl.integrations.transformers import last_hidden_states  # noqa: E402
 from fastrl.integrations.transformers.hooks import has_own_hooks  # noqa: E402
 from fastrl.integrations.trl import use_fastrl  # noqa: E402
-from fastrl.integrations.trl.saturation import METRIC  # noqa: E402
-
-pytestmark = pytest.mark.filterwarnings("ignore")
 
 TWO_STEPS = {"max_steps": 2, "beta": 0.04}
 
@@ -38,8 +35,8 @@ def about_hooks(function):
         "register_full_backward_pre_hook",
     ],
 )
-def test_hooks_on_the_head_do_not_fire_and_give_one_warning(register, tiny_path, tmp_path):
-    trainer = make_trainer(tiny_path, output_dir=tmp_path, **TWO_STEPS)
+def test_hooks_on_the_head_do_not_fire_and_give_one_warning(register, tiny_path):
+    trainer = make_trainer(tiny_path, **TWO_STEPS)
     called = []
     parts = {"model": trainer.model, "head": trainer.model.lm_head}
     parts["layer"] = trainer.model.model.layers[0]
@@ -66,12 +63,12 @@ def test_hooks_on_the_head_do_not_fire_and_give_one_warning(register, tiny_path,
 
 
 @pytest.mark.parametrize("fused", [None, False])
-def test_a_hook_that_a_callback_registers_gives_a_warning(fused, tiny_path, tmp_path):
+def test_a_hook_that_a_callback_registers_gives_a_warning(fused, tiny_path):
     class Watching(transformers.TrainerCallback):
         def on_train_begin(self, args, state, control, model=None, **_):
             model.lm_head.register_forward_hook(lambda *_: None)
 
-    trainer = make_trainer(tiny_path, output_dir=tmp_path, **TWO_STEPS)
+    trainer = make_trainer(tiny_path, **TWO_STEPS)
     trainer.add_callback(Watching())
     (message,) = about_hooks(lambda: run(trainer, lambda t: use_fastrl(t, fused=fused)))
     assert message.startswith("hooks on the LM head (Linear) do not fire")
@@ -83,11 +80,9 @@ def test_a_hook_that_a_callback_registers_gives_a_warning(fused, tiny_path, tmp_
     ids=str,
 )
 @pytest.mark.parametrize("adapted", [False, True])
-def test_hooks_of_the_trainers_give_no_warning(options, adapted, tiny_path, tmp_path):
-    if adapted:
-        lora = needed("peft").LoraConfig(r=2, target_modules=["q_proj"])
-        options = {"peft_config": lora, **options}
-    trainer = make_trainer(tiny_path, output_dir=tmp_path, **TWO_STEPS, **options)
+def test_hooks_of_the_trainers_give_no_warning(options, adapted, tiny_path):
+    lora = {"r": 2, "target_modules": ["q_proj"]} if adapted else None
+    trainer = make_trainer(tiny_path, peft_config=lora, **TWO_STEPS, **options)
     assert about_hooks(lambda: run(trainer, use_fastrl)) == []
 
 
@@ -118,9 +113,9 @@ def test_last_hidden_states_fires_the_hooks_of_the_backbone_alone():
     assert called == ["LlamaRMSNorm"]
 
 
-def test_scores_until_undone(tiny_path, tmp_path):
+def test_scores_until_undone(tiny_path):
     """Hooks on the model get what TRL gives them."""
-    trainer = make_trainer(tiny_path, output_dir=tmp_path)
+    trainer = make_trainer(tiny_path)
     ids, mask = torch.tensor([[0, 5, 6, 7, 8], [9, 10, 11, 12, 0]]), torch.ones(2, 5).long()
     mask[0, 0] = mask[1, 4] = 0
     names = {"_compute_loss", "_get_per_token_logps_and_entropies"}
@@ -148,23 +143,6 @@ def test_scores_until_undone(tiny_path, tmp_path):
             torch.testing.assert_close(getattr(a, name), getattr(b, name), rtol=0, atol=1e-5)
 
 
-def test_undo_under_a_method_that_was_patched_on_top(tiny_path, tmp_path):
-    def patched(trainer):
-        own = trainer._compute_loss
-        trainer._compute_loss = lambda model, inputs: 2 * own(model, inputs)
-
-    found = []
-    for use in (False, True):
-        trainer = make_trainer(tiny_path, output_dir=tmp_path, **TWO_STEPS)
-        handle = use_fastrl(trainer) if use else None
-        patched(trainer)
-        if use:
-            handle.undo()
-        found.append(run(trainer))
-    assert found[1][1] == found[0][1]
-    assert not any(METRIC in step for step in found[1][0])
-
-
-def test_no_output_outlives_a_call(tiny_path, tmp_path):
-    _, _, handle = run(make_trainer(tiny_path, output_dir=tmp_path, **TWO_STEPS), use_fastrl)
+def test_no_output_outlives_a_call(tiny_path):
+    _, _, handle = run(make_trainer(tiny_path, **TWO_STEPS), use_fastrl)
     assert handle._outputs is None

@@ -9,13 +9,11 @@ import torch
 import fastrl
 from tests.integrations.packages import needed
 from tests.integrations.trl.kinds import KINDS, both, check_autocast, make_trainer
-from tests.integrations.trl.runs import check_equal, make_model, operators, run, save_model
+from tests.integrations.trl.runs import operators, run
 
 needed("trl")
 from fastrl.integrations.trl import use_fastrl  # noqa: E402
 from fastrl.integrations.trl.saturation import METRIC  # noqa: E402
-
-pytestmark = pytest.mark.filterwarnings("ignore")
 
 #: Trainers whose losses TRL computes from log-probabilities.
 SCORED = ("SFT", "DPO", "KTO", "CPO", "ORPO", "TPO", "A2PO", "OnlineDPO")
@@ -155,11 +153,11 @@ def test_every_kind_is_compared():
 
 
 @of_all(CASES)
-def test_steps_are_equal(kind, name, tiny_path, tmp_path):
+def test_steps_are_equal(kind, name, tiny_path):
     """Losses, logs and weights; and the handle tells whether the loss is fastrl's."""
     row, options = KINDS[kind], CASES[kind][name]
     options = {"max_steps": 2 if kind in SCORED else 3, **options}
-    handle, steps = both(tiny_path, kind, output_dir=tmp_path, **options)
+    handle, steps = both(tiny_path, kind, **options)
     metric = row.metric
     if options.get("distillation_objective"):
         metric = "iw_opd/mean_abs_advantage"
@@ -171,46 +169,8 @@ def test_steps_are_equal(kind, name, tiny_path, tmp_path):
         assert max(abs(step[metric]) for step in steps) > 1e-3
 
 
-#: Models that transform their logits, or that log a loss of their experts.
-MODELS = {
-    "softcap": ("Gemma2Config", {"final_logit_softcapping": 3.0}),
-    "scale": ("CohereConfig", {"logit_scale": 0.25}),
-    "divisor": ("GraniteConfig", {"logits_scaling": 2.0}),
-    "bias": ("PhiConfig", {}),
-    "experts": (
-        "MixtralConfig",
-        {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5},
-    ),
-}
-OF_KINDS = {
-    "SFT": ("scale", "experts"),
-    "DPO": ("softcap", "bias", "experts"),
-    "CPO": ("softcap", "experts"),
-    "ORPO": ("softcap", "experts"),
-    "TPO": ("softcap", "experts"),
-    "Distillation": ("softcap", "scale", "divisor"),
-}
-
-
-@of_all(OF_KINDS)
-def test_models(kind, name, tmp_path):
-    """Steps of other models are equal; SFT and DPO log the loss of experts in accumulated steps."""
-    path = save_model(tmp_path / "model", MODELS[name][0], **MODELS[name][1])
-    options = {"output_dir": tmp_path, "max_steps": 1, "learning_rate": 0.05}
-    options |= IN_PARTS if kind in ("SFT", "DPO") else {}
-    _, steps = both(path, kind, **options)
-    assert ("aux_loss" in steps[0]) == (name == "experts" and kind in ("SFT", "DPO"))
-
-
-@pytest.mark.parametrize("name", OF_KINDS["Distillation"])
-def test_models_of_teachers(name, tiny_path, tmp_path):
-    teacher = make_model(MODELS[name][0], **MODELS[name][1])
-    options = {"output_dir": tmp_path, "max_steps": 2, "beta": 0.5, "teacher_model": teacher}
-    both(tiny_path, "Distillation", **options)
-
-
 @pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO"])
-def test_a_batch_without_tokens(kind, tiny_path, tmp_path):
+def test_a_batch_without_tokens(kind, tiny_path):
     """All tokens of one micro-batch are masked: a loss with a gradient, of nothing."""
 
     def prepared(trainer):
@@ -227,12 +187,12 @@ def test_a_batch_without_tokens(kind, tiny_path, tmp_path):
 
         trainer.data_collator = masked
 
-    both(tiny_path, kind, prepared, output_dir=tmp_path, max_steps=2)
+    both(tiny_path, kind, prepared, max_steps=2)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "Distillation"])
-def test_autocast(kind, tiny_path, tmp_path):
-    check_autocast(tiny_path, kind, output_dir=tmp_path)
+def test_autocast(kind, tiny_path):
+    check_autocast(tiny_path, kind)
 
 
 #: OnlineDPO cannot evaluate.
@@ -240,11 +200,11 @@ EVALUATED = [(kind, None) for kind in KINDS if kind != "OnlineDPO"] + [("GRPO", 
 
 
 @pytest.mark.parametrize(("kind", "fused"), EVALUATED, ids=str)
-def test_evaluation(kind, fused, tiny_path, tmp_path):
+def test_evaluation(kind, fused, tiny_path):
     """What TRL logs of an evaluation is equal, also where log-probabilities alone are fastrl's."""
     found = []
     for used in (False, True):
-        trainer = make_trainer(tiny_path, kind, output_dir=tmp_path)
+        trainer = make_trainer(tiny_path, kind)
         if used:
             use_fastrl(trainer, fused=fused)
         trainer.eval_dataset = trainer.train_dataset
@@ -257,7 +217,11 @@ def test_evaluation(kind, fused, tiny_path, tmp_path):
 
 
 #: Another loss of the same trainer.
-WAYS = [(kind, {}) for kind in KINDS] + [("IWOPD", TOKENS), ("SDFT", SAMPLED)]
+WAYS = [(kind, {}) for kind in KINDS] + [
+    ("IWOPD", TOKENS),
+    ("SDFT", SAMPLED),
+    ("GRPO", {"beta": 0.04}),
+]
 ways = pytest.mark.parametrize(("kind", "options"), WAYS, ids=str)
 TEACHER = "teacher_model"
 #: The models whose heads TRL calls in the loss; elsewhere it computes no logits either.
@@ -269,9 +233,9 @@ CALLED = {
 
 
 @ways
-def test_no_logits_until_undone(kind, options, tiny_path, tmp_path):
+def test_no_logits_until_undone(kind, options, tiny_path):
     """No head is called, except for the logits of one position, as in a generation."""
-    trainer = make_trainer(tiny_path, kind, output_dir=tmp_path, max_steps=1, **options)
+    trainer = make_trainer(tiny_path, kind, max_steps=1, **options)
     models = {name: getattr(trainer, name, None) for name in ("model", "ref_model", TEACHER)}
     called = set()
 
@@ -297,11 +261,11 @@ def test_no_logits_until_undone(kind, options, tiny_path, tmp_path):
 
 
 @ways
-def test_undo(kind, options, tiny_path, tmp_path, monkeypatch):
+def test_undo(kind, options, tiny_path, monkeypatch):
     """After `undo` a run is TRL's bit by bit, even under methods that were patched on top."""
     found = []
     for use in (False, True):
-        trainer = make_trainer(tiny_path, kind, output_dir=tmp_path, max_steps=1, **options)
+        trainer = make_trainer(tiny_path, kind, max_steps=1, **options)
         before = dict(trainer.__dict__)
         if use:
             with use_fastrl(trainer) as handle:
@@ -320,19 +284,6 @@ def test_undo(kind, options, tiny_path, tmp_path, monkeypatch):
             for home, name in [(fastrl, "linear_policy_loss"), *operators()]:
                 monkeypatch.setattr(home, name, None)
         random.seed(0)
-        found.append(run(trainer)[1])
+        steps, losses, _ = run(trainer)
+        found.append((losses, [step.keys() for step in steps]))
     assert found[0] == found[1]
-
-
-@pytest.mark.slow
-def test_backbones_are_compiled_once(tiny_path, tmp_path):
-    options = {"output_dir": tmp_path, "max_steps": 3}
-    theirs, *_ = run(make_trainer(tiny_path, "CPO", **options))
-    torch._dynamo.reset()
-    counters = torch._dynamo.utils.counters
-    counters.clear()
-    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-    ours, *_ = run(make_trainer(tiny_path, "CPO", **options, **compiled), use_fastrl)
-    check_equal(ours, theirs)
-    assert not counters["graph_break"]
-    assert counters["stats"]["unique_graphs"] == 1

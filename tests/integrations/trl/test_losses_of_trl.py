@@ -7,14 +7,12 @@ import torch
 
 import fastrl
 from tests.integrations.packages import needed
-from tests.integrations.trl.kinds import both, compare, make_trainer
+from tests.integrations.trl.kinds import both, compare, make_trainer, scores
 from tests.integrations.trl.runs import VOCABULARY, batch_of, operators, run
 
 trl, transformers = needed("trl"), needed("transformers")
 from fastrl.integrations.trl import use_fastrl  # noqa: E402
 from fastrl.integrations.trl.saturation import METRIC  # noqa: E402
-
-pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def rollout(prompts, trainer):
@@ -79,10 +77,10 @@ UNFUSED = {
 
 
 @pytest.mark.parametrize("name", [*LOSSES, *UNCLIPPED, *UNFUSED])
-def test_steps_are_equal(name, tiny_path, tmp_path):
+def test_steps_are_equal(name, tiny_path):
     """Two policies have ratios, whose saturation is logged; some ratios are clipped."""
     options = {**LOSSES, **UNCLIPPED, **UNFUSED}[name]
-    handle, steps = both(tiny_path, output_dir=tmp_path, **options)
+    handle, steps = both(tiny_path, **options)
     assert handle.fused == (handle.reason is None) == (name not in UNFUSED)
     two_policies = options.get("num_iterations") == 2 or options.get("beta", 0) > 0
     assert (METRIC in steps[0]) == (two_policies and handle.fused)
@@ -113,7 +111,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_options_that_a_callback_changes(name, tiny_path, tmp_path):
+def test_options_that_a_callback_changes(name, tiny_path):
     """Every step has the options of its time."""
 
     def prepared(trainer):
@@ -123,11 +121,11 @@ def test_options_that_a_callback_changes(name, tiny_path, tmp_path):
 
         trainer.add_callback(After(change))
 
-    options = {"output_dir": tmp_path, "max_steps": 4, **KL, **TWICE}
+    options = {"max_steps": 4, **KL, **TWICE}
     assert both(tiny_path, prepared=prepared, **options)[0].fused
 
 
-def test_a_trl_with_another_loss_stops_the_run(tiny_path, tmp_path, monkeypatch):
+def test_a_trl_with_another_loss_stops_the_run(tiny_path, monkeypatch):
     """The first fused loss is compared with TRL's."""
     own = trl.GRPOTrainer._compute_loss
 
@@ -135,7 +133,7 @@ def test_a_trl_with_another_loss_stops_the_run(tiny_path, tmp_path, monkeypatch)
         return own(self, model, inputs) * 2 + 1
 
     monkeypatch.setattr(trl.GRPOTrainer, "_compute_loss", changed)
-    trainer = make_trainer(tiny_path, output_dir=tmp_path)
+    trainer = make_trainer(tiny_path)
     use_fastrl(trainer)
     with pytest.raises(RuntimeError, match=r"this version of TRL computes .*fused=False"):
         trainer.train()
@@ -149,24 +147,18 @@ def without_model(self, *_, **__):
     return torch.zeros(1), None, None
 
 
-@pytest.mark.parametrize(
-    ("scores", "sentence"),
-    [
-        (with_logits, "calls its model 0 times"),
-        (without_model, "calls its model 0 times"),
-    ],
-)
-def test_a_trl_that_calls_its_model_otherwise(scores, sentence, tiny_path, tmp_path, monkeypatch):
+@pytest.mark.parametrize("method", [with_logits, without_model])
+def test_a_trl_that_calls_its_model_otherwise(method, tiny_path, monkeypatch):
     """Log-probabilities that are not fastrl's stop the run."""
     name = "_get_per_token_logps_and_entropies"
     signature = inspect.signature(getattr(trl.GRPOTrainer, name))
-    monkeypatch.setattr(scores, "__signature__", signature, raising=False)
-    monkeypatch.setattr(trl.GRPOTrainer, name, scores)
-    trainer = make_trainer(tiny_path, output_dir=tmp_path)
+    monkeypatch.setattr(method, "__signature__", signature, raising=False)
+    monkeypatch.setattr(trl.GRPOTrainer, name, method)
+    trainer = make_trainer(tiny_path)
     use_fastrl(trainer)
     ids = torch.tensor([[3, 4, 5]])
-    with pytest.raises(RuntimeError, match=sentence):
-        trainer._get_per_token_logps_and_entropies(trainer.model, ids, torch.ones_like(ids), 1)
+    with pytest.raises(RuntimeError, match="calls its model 0 times"):
+        scores(trainer, ids, torch.ones_like(ids), 1)
 
 
 def batch(**more):
@@ -192,30 +184,27 @@ ADAPTERS = {
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("fused", [True, False])
-def test_adapters(adapter, fused, tiny_path, tmp_path):
+def test_adapters(adapter, fused, tiny_path):
     """The policy has an adapter; the reference is the same model with its adapter off."""
     config = {"r": 4, "lora_alpha": 12, "init_lora_weights": False, **ADAPTERS[adapter]}
-    trainer = make_trainer(tiny_path, output_dir=tmp_path, peft_config=config, **KL)
+    trainer = make_trainer(tiny_path, peft_config=config, **KL)
     inputs = batch()
     _, _, grads = compare(trainer, inputs, use={"fused": fused}, tolerance=1e-4)
     assert any("lora" in name for name in grads)
 
-    arguments = (inputs["completion_ids"], inputs["completion_mask"], 5)
     found = []
     for use in (False, True):
         if use:
             use_fastrl(trainer)
-        with torch.no_grad(), trainer.model.disable_adapter():
-            found.append(trainer._get_per_token_logps_and_entropies(trainer.model, *arguments)[0])
+        with trainer.model.disable_adapter():
+            found.append(scores(trainer, inputs["completion_ids"], inputs["completion_mask"], 5))
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (4, 1)])
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "cispo", "sapo"])
-def test_the_vllm_correction_applies_to_the_policy_term(shape, loss_type, tiny_path, tmp_path):
-    trainer = make_trainer(
-        tiny_path, output_dir=tmp_path, loss_type=loss_type, epsilon_high=1.2, **KL
-    )
+def test_the_vllm_correction_applies_to_the_policy_term(shape, loss_type, tiny_path):
+    trainer = make_trainer(tiny_path, loss_type=loss_type, epsilon_high=1.2, **KL)
     trainer.use_vllm = True  # after construction; the batch holds what vLLM would have added
     ratio = torch.rand(shape) + 0.5
     assert trainer.vllm_importance_sampling_correction
@@ -237,9 +226,9 @@ BATCHES = {
 
 
 @pytest.mark.parametrize("name", BATCHES)
-def test_batches(name, tiny_path, tmp_path):
+def test_batches(name, tiny_path):
     options, changes = BATCHES[name]
-    trainer = make_trainer(tiny_path, output_dir=tmp_path, **options)
+    trainer = make_trainer(tiny_path, **options)
     compare(trainer, batch(**changes), tolerance=1e-4)
 
 
@@ -257,7 +246,7 @@ PRECISIONS = {
 
 
 @pytest.mark.parametrize("name", PRECISIONS)
-def test_precisions(name, tiny_path, tmp_path, monkeypatch):
+def test_precisions(name, tiny_path, monkeypatch):
     """On a GPU the head's GEMMs follow the autocast; a CPU multiplies in float32 all the same."""
     options, autocast, tolerance = PRECISIONS[name]
     seen = []
@@ -273,7 +262,7 @@ def test_precisions(name, tiny_path, tmp_path, monkeypatch):
 
     for home, called in [(fastrl, "linear_policy_loss"), *operators()]:
         monkeypatch.setattr(home, called, watched(getattr(home, called)))
-    trainer = make_trainer(tiny_path, output_dir=tmp_path, max_steps=1, **KL, **options)
+    trainer = make_trainer(tiny_path, max_steps=1, **KL, **options)
     if "model_init_kwargs" in options:
         assert trainer.model.lm_head.weight.dtype == torch.float32
         assert trainer.model.model.norm.weight.dtype == torch.bfloat16

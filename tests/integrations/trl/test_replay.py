@@ -1,14 +1,13 @@
 """`replay_kept_tokens`: a trainer's log-probabilities are those that its sampler sampled with."""
 
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.integrations.packages import needed
 from tests.integrations.trl.kinds import make_trainer
-from tests.integrations.trl.runs import VOCABULARY, save_model
+from tests.integrations.trl.runs import VOCABULARY
 
 trl = needed("trl")
 from transformers import TrainerCallback  # noqa: E402
@@ -17,10 +16,7 @@ from fastrl.integrations.trl import use_fastrl  # noqa: E402
 from fastrl.integrations.trl.handle import Choices  # noqa: E402
 from fastrl.integrations.trl.loss import can_be_fused  # noqa: E402
 from fastrl.integrations.trl.replay import KEPT, Replay, kept_of  # noqa: E402
-from fastrl.integrations.trl.rules import NOT_REPLAYED  # noqa: E402
 from fastrl.ops.kept_tokens import KeptTokens  # noqa: E402
-
-pytestmark = pytest.mark.filterwarnings("ignore")
 
 SCORES, LOSS = "_get_per_token_logps_and_entropies", "_compute_loss"
 GENERATE, BATCH = "_generate_single_turn", "_generate_and_score_completions"
@@ -72,7 +68,7 @@ def sampled(monkeypatch):
     return steps
 
 
-def gaps(path, out, sampled, *, replay, kind="GRPO", peft_config=None, packed=None, **options):
+def gaps(path, sampled, *, replay, kind="GRPO", peft_config=None, packed=None, **options):
     """Train two steps; compare what is scored with what was sampled.
 
     Returns:
@@ -81,7 +77,7 @@ def gaps(path, out, sampled, *, replay, kind="GRPO", peft_config=None, packed=No
     """
     if peft_config is not None:
         peft_config = needed("peft").LoraConfig(r=2, target_modules=[peft_config])
-    options = {"output_dir": out, "max_steps": 2, "peft_config": peft_config, **options}
+    options = {"max_steps": 2, "peft_config": peft_config, **options}
     trainer = make_trainer(path, kind, **options)
     handle = use_fastrl(trainer, replay_kept_tokens=replay, packed=packed)
     generate, score, compute = (getattr(trainer, name) for name in (BATCH, SCORES, LOSS))
@@ -129,20 +125,18 @@ def gaps(path, out, sampled, *, replay, kind="GRPO", peft_config=None, packed=No
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_absolute_positions_are_the_samplers(packed, tmp_path, sampled):
+def test_absolute_positions_are_the_samplers(packed, gpt2_path, sampled):
     """Of prompts that TRL pads on the left, where GPT-2 would read other positions."""
-    off = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-    path = save_model(tmp_path / "model", "GPT2Config", n_positions=32, n_layer=1, n_head=2, **off)
     handle, new, others, _ = gaps(
-        path, tmp_path, sampled, replay=True, packed=packed, top_p=0.8, beta=0.04
+        gpt2_path, sampled, replay=True, packed=packed, top_p=0.8, beta=0.04
     )
     assert handle.packed == packed
     assert max(new.max(), *(gap.max() for gap in others)) < 1e-5
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_trainer_scores_what_was_sampled(name, tiny_path, tmp_path, sampled):
-    handle, new, others, counts = gaps(tiny_path, tmp_path, sampled, replay=True, **CASES[name])
+def test_the_trainer_scores_what_was_sampled(name, tiny_path, sampled):
+    handle, new, others, counts = gaps(tiny_path, sampled, replay=True, **CASES[name])
     assert handle.fused == (name != "TRL's loss")
     assert len(new) > 0
     for gap in (new, *others):
@@ -154,15 +148,15 @@ def test_the_trainer_scores_what_was_sampled(name, tiny_path, tmp_path, sampled)
 
 
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
-def test_without_replay_it_scores_over_the_whole_vocabulary(kind, tiny_path, tmp_path, sampled):
-    _, new, _, counts = gaps(tiny_path, tmp_path, sampled, replay=False, kind=kind, top_p=0.7)
+def test_without_replay_it_scores_over_the_whole_vocabulary(kind, tiny_path, sampled):
+    _, new, _, counts = gaps(tiny_path, sampled, replay=False, kind=kind, top_p=0.7)
     assert new.mean() > 1e-2
     assert counts == []
 
 
 @pytest.mark.parametrize("sampling", [{"top_p": 0.7}, {"top_k": 5}, {"min_p": 0.1}, {}])
-def test_a_sampler_of_fewer_tokens_gives_a_warning(sampling, tiny_path, tmp_path):
-    trainer = make_trainer(tiny_path, output_dir=tmp_path, **sampling)
+def test_a_sampler_of_fewer_tokens_gives_a_warning(sampling, tiny_path):
+    trainer = make_trainer(tiny_path, **sampling)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         use_fastrl(trainer).undo()
@@ -175,8 +169,8 @@ def test_a_sampler_of_fewer_tokens_gives_a_warning(sampling, tiny_path, tmp_path
 
 
 @pytest.mark.parametrize("fused", [None, False])
-def test_evaluation(fused, tiny_path, tmp_path, sampled):
-    trainer = make_trainer(tiny_path, output_dir=tmp_path, top_p=0.7, beta=0.04)
+def test_evaluation(fused, tiny_path, sampled):
+    trainer = make_trainer(tiny_path, top_p=0.7, beta=0.04)
     use_fastrl(trainer, replay_kept_tokens=True, fused=fused)
     trainer.eval_dataset = trainer.train_dataset
     values = trainer.evaluate()
@@ -192,43 +186,8 @@ def test_sets_of_sequences_of_other_lengths():
 
 
 @pytest.fixture(scope="module")
-def trainer(tiny_path, tmp_path_factory):
-    return make_trainer(tiny_path, output_dir=tmp_path_factory.mktemp("out"), top_p=0.7)
-
-
-REFUSED = {
-    "use_transformers_continuous_batching": (True, "continuous_batching`: its logits belong to"),
-    "rollout_func": (print, "`rollout_func`, tools or environments: their completions do not"),
-    "tools": ([print], "tools or environments"),
-    "environment_factories": ({None: print}, "tools or environments"),
-    "model.active_peft_config": (
-        SimpleNamespace(is_prompt_learning=True),
-        r"prompt or prefix tuning .*: TRL's log-probabilities differ",
-    ),
-}
-
-
-@pytest.mark.parametrize("option", REFUSED)
-def test_sets_that_cannot_be_recorded_are_refused(option, trainer, monkeypatch):
-    value, sentence = REFUSED[option]
-    *owner, name = option.split(".")
-    owner = getattr(trainer, *owner) if owner else trainer
-    monkeypatch.setattr(owner, name, value, raising=owner is trainer)
-    before = dict(trainer.__dict__)
-    with pytest.raises(ValueError, match=f"use_fastrl does not support `repl.*{sentence}"):
-        use_fastrl(trainer, replay_kept_tokens=True)
-    assert trainer.__dict__ == before
-    use_fastrl(trainer).undo()
-
-
-def test_every_rule_is_tested():
-    assert len(NOT_REPLAYED) == 3 + 2  # here, and those for vLLM in vllm/test_replay_stand_in.py
-
-
-def test_a_trl_without_a_method_is_refused(trainer, monkeypatch):
-    monkeypatch.delattr(trl.GRPOTrainer, GENERATE)
-    with pytest.raises(ValueError, match=f"must be False .* GRPOTrainer has no {GENERATE}"):
-        use_fastrl(trainer, replay_kept_tokens=True)
+def trainer(trainers):
+    return trainers("GRPO", top_p=0.7)
 
 
 GENERATIONS = {
@@ -245,16 +204,16 @@ GENERATIONS = {
 
 
 @pytest.mark.parametrize("sentence", GENERATIONS)
-def test_a_generation_with_another_distribution_is_refused(sentence, tiny_path, tmp_path):
+def test_a_generation_with_another_distribution_is_refused(sentence, tiny_path):
     options = {"top_p": 0.7, **GENERATIONS[sentence]}
-    trainer = make_trainer(tiny_path, output_dir=tmp_path, **options)
+    trainer = make_trainer(tiny_path, **options)
     use_fastrl(trainer, replay_kept_tokens=True)
     with pytest.raises(ValueError, match=sentence):
         trainer.train()
     assert "_get_logits_processor" not in trainer.model.__dict__
 
 
-def test_completions_of_another_sampler_stop_the_run(tiny_path, tmp_path, monkeypatch):
+def test_completions_of_another_sampler_stop_the_run(tiny_path, monkeypatch):
     own = getattr(trl.GRPOTrainer, GENERATE)
 
     def rewritten(self, *arguments, **options):
@@ -269,7 +228,7 @@ def test_completions_of_another_sampler_stop_the_run(tiny_path, tmp_path, monkey
         (written, "sampled 0 for"),
     ):
         monkeypatch.setattr(trl.GRPOTrainer, GENERATE, changed)
-        trainer = make_trainer(tiny_path, output_dir=tmp_path, top_k=2)
+        trainer = make_trainer(tiny_path, top_k=2)
         use_fastrl(trainer, replay_kept_tokens=True)
         with pytest.raises(RuntimeError, match=sentence):
             trainer.train()
@@ -292,20 +251,20 @@ def cut_batch(generate, inputs):
 
 
 @pytest.mark.parametrize("changed", [reversed_batch, generated_twice, cut_batch])
-def test_a_subclass_with_batches_of_its_own_is_refused(changed, tiny_path, tmp_path, monkeypatch):
+def test_a_subclass_with_batches_of_its_own_is_refused(changed, tiny_path, monkeypatch):
     own = getattr(trl.GRPOTrainer, BATCH)
     monkeypatch.setattr(
         trl.GRPOTrainer, BATCH, lambda self, inputs: changed(lambda x: own(self, x), inputs)
     )
-    trainer = make_trainer(tiny_path, output_dir=tmp_path, top_p=0.7)
+    trainer = make_trainer(tiny_path, top_p=0.7)
     use_fastrl(trainer, replay_kept_tokens=True)
     with pytest.raises(ValueError, match="does not return the completions of its last generation"):
         trainer.train()
 
 
-def test_after_undo_nothing_is_left_of_the_sets(tiny_path, tmp_path):
+def test_after_undo_nothing_is_left_of_the_sets(tiny_path):
     """A batch that TRL has kept for a second step has old log-probabilities over its sets."""
-    options = {"output_dir": tmp_path, "top_p": 0.7, "max_steps": 2, "num_iterations": 2}
+    options = {"top_p": 0.7, "max_steps": 2, "num_iterations": 2}
     trainer = make_trainer(tiny_path, learning_rate=1e-9, **options)
     handle = use_fastrl(trainer, replay_kept_tokens=True)
     steps = []

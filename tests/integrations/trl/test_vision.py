@@ -11,7 +11,7 @@ needed("trl")
 transformers = needed("transformers")
 from fastrl.integrations.trl import use_fastrl  # noqa: E402
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.slow
 
 IMAGE, ROWS, PROMPT, COMPLETION = 60, 4, 8, 5
 #: Where the tokens of the image are.
@@ -99,33 +99,30 @@ def batch(images):
     )
 
 
-def trainer_of(kind, output_dir, trainer="GRPO", **options):
-    """A trainer of a model with images, and a batch that the model sees the images of."""
-    model, images = KINDS[kind]()
+#: What is trained, what fastrl does, and how autocast rounds, as in the tests of the families.
+CASES = {
+    "fused": ({}, {"fused": True}, 1e-4),
+    "log-probabilities": ({}, {"fused": False}, 1e-4),
+    "autocast": ({"bf16": True}, {"fused": True}, 2e-2),
+    "distillation": ({"trainer": "Distillation", "beta": 0.3}, {}, 1e-4),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_and_gradients_are_equal(kind, name):
+    """Of a batch that the model sees the images of; under autocast the losses alone."""
+    options, use, tolerance = CASES[name]
+    (model, images), options = KINDS[kind](), dict(options)
+    trainer = options.pop("trainer", "GRPO")
     if trainer == "Distillation":
         options["teacher_model"] = KINDS[kind]()[0]
-    trainer, inputs = make_trainer(model, trainer, output_dir=output_dir, **options), batch(images)
+    trainer, inputs = make_trainer(model, trainer, **options), batch(images)
     others = {**inputs, "pixel_values": -inputs["pixel_values"]}
     of_others, value = (loss_of(trainer, x)[0].item() for x in (others, inputs))
     assert value != pytest.approx(of_others)
-    return trainer, inputs
-
-
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
-def test_losses_and_gradients_are_equal(kind, fused, tmp_path):
-    compare(*trainer_of(kind, tmp_path), tolerance=1e-4, use={"fused": fused})
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_losses_under_autocast_are_equal(kind, tmp_path):
-    """To rounding, as in the tests of the families."""
-    trainer, inputs = trainer_of(kind, tmp_path, bf16=True)
-    theirs = loss_of(trainer, inputs)[0]
-    with use_fastrl(trainer, fused=True):
-        assert loss_of(trainer, inputs)[0].item() == pytest.approx(theirs.item(), abs=2e-2)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_distillation(kind, tmp_path):
-    compare(*trainer_of(kind, tmp_path, "Distillation", beta=0.3), tolerance=1e-4)
+    if name == "autocast":
+        with use_fastrl(trainer, **use):
+            assert loss_of(trainer, inputs)[0].item() == pytest.approx(value, abs=tolerance)
+    else:
+        compare(trainer, inputs, tolerance=tolerance, use=use)

@@ -6,6 +6,7 @@
 import contextlib
 import dataclasses
 import os
+import re
 import sys
 from types import ModuleType, SimpleNamespace
 from unittest import mock
@@ -26,11 +27,11 @@ from tests.integrations.trl.test_centering import (  # noqa: E402
     by_hand,
     check_step,
     first_batch,
+    in_float64,
+    log_softmax,
     loss_of,
 )
 from tests.repo.blocks import changes  # noqa: E402
-
-pytestmark = pytest.mark.filterwarnings("ignore")
 
 GENERATE, BATCH = "_generate_single_turn", "_generate_and_score_completions"
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
@@ -87,7 +88,7 @@ def stand_in(*flags):
 
 
 @pytest.fixture
-def made(tiny_path, tmp_path, monkeypatch):
+def made(tiny_path, monkeypatch):
     """A trainer on the engine, whose flag is set in the block of the library."""
     monkeypatch.setitem(sys.modules, "vllm", stand_in("return_sampling_mask"))
     monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
@@ -99,26 +100,9 @@ def made(tiny_path, tmp_path, monkeypatch):
         flag = vllm_returns_kept_tokens() if with_sets else contextlib.nullcontext()
         # TRL sets the variables of a rank, by which the next trainer would join a process group
         with flag, mock.patch.dict(os.environ):
-            return make_trainer(tiny_path, kind, output_dir=tmp_path, **options)
+            return make_trainer(tiny_path, kind, **options)
 
     return make
-
-
-def truth(model, batch):
-    """The log-probability of each token over its set, in float64 from the model's logits."""
-    ids, mask = batch["completion_ids"], batch["completion_mask"].bool()
-    whole = torch.cat([batch["prompt_ids"], ids], 1)
-    attended = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-    with torch.no_grad():
-        logits = model(whole, attention_mask=attended).logits[:, -ids.shape[1] - 1 : -1].double()
-    found = torch.zeros(ids.shape, dtype=torch.float64)
-    for row, sets in enumerate(batch[KEPT]):
-        bounds = sets.offsets.tolist()
-        for place in range(int(mask[row].sum())):
-            members = sets.token_ids[bounds[place] : bounds[place + 1]].long()
-            own = logits[row, place]
-            found[row, place] = own[ids[row, place]] - own[members].logsumexp(0)
-    return found, mask
 
 
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
@@ -132,7 +116,9 @@ def test_the_sets_of_the_engine_reach_the_loss(kind, made):
         rows = one.sampling_mask.token_ids
         assert sets.token_ids.tolist() == [i for row in rows for i in row]
         assert sets.counts().tolist() == [len(row) for row in rows]
-    expected, mask = truth(trainer.model, batch)
+    every = log_softmax(trainer, in_float64(trainer.model), batch).detach()
+    expected = every.gather(-1, batch["completion_ids"][..., None])[..., 0]
+    mask = batch["completion_mask"].bool()
     if kind == "GRPO":
         assert (batch["old_per_token_logps"] - expected)[mask].abs().max() < 1e-5
     else:
@@ -172,37 +158,44 @@ def test_a_vllm_without_the_flag_is_refused(made, monkeypatch):
         assert vllm_generation.LLM is LLM
 
 
-ENGINES = {
-    r"with vllm_returns_kept_tokens\(\): trainer": {"with_sets": False},
-    "`vllm_tensor_parallel_size > 1`: TRL generates": {"vllm_tensor_parallel_size": 2},
-    r'vllm_mode="server"`: TRL asks `/v1/completions`': {"vllm_mode": "server"},
-}
-OPTIONS = {
-    "repetition_penalty must be 1.0 .* got 1.2": {"repetition_penalty": 1.2},
-    "structured_outputs_regex must be None": {"vllm_structured_outputs_regex": "a"},
-    "must not have logit_bias, presence_penalty with": {
-        "generation_kwargs": {"presence_penalty": 0.1, "logit_bias": {3: 1.0}, "seed": 3}
-    },
-    "must not have bad_words, n with": {"generation_kwargs": {"bad_words": ["w3"], "n": 2}},
-    "the trainer's temperature 1.0 .* got 0.7": {"generation_kwargs": {"temperature": 0.7}},
-    "with a temperature below 0.01 in vLLM, got 0.005": {"temperature": 0.005},
-    "top_k must be above 0 .* got 0": {"top_k": 0},
-    "top_k must be above 0 .* got -1": {"generation_kwargs": {"top_k": -1}},
-}
+TOKENS = {"with_sets": False, "vllm_importance_sampling_mode": "token_mask"}
+#: `options of the trainer and of use_fastrl -> what the error says`; sets are replayed unless
+#: scores are centered
+BAD = r"""
+with_sets=False -> with vllm_returns_kept_tokens\(\): trainer
+vllm_tensor_parallel_size=2 -> `vllm_tensor_parallel_size > 1`: TRL generates
+vllm_mode="server" -> vllm_mode="server"`: TRL asks `/v1/completions`
+repetition_penalty=1.2 -> repetition_penalty must be 1.0 .* got 1.2
+vllm_structured_outputs_regex="a" -> structured_outputs_regex must be None
+generation_kwargs={"presence_penalty": 0.1, "logit_bias": {3: 1.0}, "seed": 3}
+    -> must not have logit_bias, presence_penalty with
+generation_kwargs={"bad_words": ["w3"], "n": 2} -> must not have bad_words, n with
+generation_kwargs={"temperature": 0.7} -> the trainer's temperature 1.0 .* got 0.7
+temperature=0.005 -> with a temperature below 0.01 in vLLM, got 0.005
+top_k=0 -> top_k must be above 0 .* got 0
+generation_kwargs={"top_k": -1} -> top_k must be above 0 .* got -1
+score_centering=4, with_sets=False -> "sequence_mask"` or .*: the weight of a token must be
+score_centering=21, **TOKENS -> at most 20, the max_logprobs of vLLM, got 21: .*max_logprobs=21
+score_centering=4, vllm_mode="server", **TOKENS -> score_centering=K` with `vllm_mode="server"
+score_centering=4, temperature=0.005, **TOKENS -> score_centering None with a temperature below 0.01
+score_centering=4, num_iterations=2, loss_type="cispo", epsilon_high=2.0, **TOKENS
+    -> several optimizer steps per generation
+"""
 
 
-@pytest.mark.parametrize("sentence", ENGINES | OPTIONS)
-def test_what_cannot_be_replayed_is_refused(sentence, made, monkeypatch):
-    options = dict((ENGINES | OPTIONS)[sentence])
-    later = {
-        x: options.pop(x) for x in list(options) if x in ("vllm_mode", "vllm_tensor_parallel_size")
-    }
+@pytest.mark.parametrize("row", re.sub(r"\n +", " ", BAD.strip()).splitlines())
+def test_what_is_refused(row, made, monkeypatch):
+    options, sentence = row.split(" -> ")
+    options = eval(f"dict({options})")
+    later = ("vllm_mode", "vllm_tensor_parallel_size")  # a server, or two processes
+    changes = {name: options.pop(name) for name in later if name in options}
+    use = {"score_centering": options.pop("score_centering", None)}
     trainer = made(**options)
-    for name, value in later.items():  # a real one would need a server, or two processes
+    for name, value in changes.items():
         monkeypatch.setattr(trainer, name, value)
     before = dict(trainer.__dict__)
     with pytest.raises(ValueError, match=sentence):
-        use_fastrl(trainer, replay_kept_tokens=True)
+        use_fastrl(trainer, **use, replay_kept_tokens=use["score_centering"] is None)
     assert trainer.__dict__ == before
     use_fastrl(trainer).undo()
 
@@ -317,30 +310,3 @@ def test_score_centering_by_hand(name, made):
     theirs, expected = loss_of(trainer, batch), by_hand(trainer, batch, centered=False)
     assert theirs[0].item() == pytest.approx(expected[0], abs=1e-5)
     torch.testing.assert_close(theirs[2], expected[2], rtol=1e-4, atol=1e-5)
-
-
-UNCENTERED = {
-    'vllm_importance_sampling_mode="sequence_mask"` or .*: the weight of a token must be': {},
-    "score_centering must be at most 20, the max_logprobs of vLLM, got 21: .*max_logprobs=21": {
-        "top_k": 21
-    },
-    'score_centering=K` with `vllm_mode="server"': {"vllm_mode": "server"},
-    "score_centering None with a temperature below 0.01 in vLLM": {"temperature": 0.005},
-    "several optimizer steps per generation": {
-        "num_iterations": 2,
-        "loss_type": "cispo",
-        "epsilon_high": 2.0,
-    },
-}
-
-
-@pytest.mark.parametrize("sentence", UNCENTERED)
-def test_what_vllm_cannot_center_is_refused(sentence, made, monkeypatch):
-    options = dict(UNCENTERED[sentence])
-    count, mode = options.pop("top_k", 4), options.pop("vllm_mode", "colocate")
-    if "sequence_mask" not in sentence:
-        options["vllm_importance_sampling_mode"] = "token_mask"
-    trainer = made(with_sets=False, **options)
-    monkeypatch.setattr(trainer, "vllm_mode", mode)
-    with pytest.raises(ValueError, match=sentence):
-        use_fastrl(trainer, score_centering=count)
