@@ -2,15 +2,24 @@
 
 import json
 import multiprocessing
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 
 @pytest.fixture
-def small(tmp_path, monkeypatch):
+def reported():
+    """A run of `small` writes its report, which takes most of the time."""
+
+
+@pytest.fixture
+def small(request, tmp_path, monkeypatch):
     """Settings of a run of seconds: ten prompts, a reward for digits in the completion."""
     monkeypatch.chdir(tmp_path)
+    if "reported" not in request.fixturenames:
+        monkeypatch.setattr("fastrl.train.run_log.write_report", lambda *_: None)
     monkeypatch.setattr("tests.train.small_rewards.calls", 0)
     lines = [json.dumps({"prompt": f"{i} + 1 =", "answer": str(i + 1)}) + "\n" for i in range(10)]
     prompts = tmp_path / "train.jsonl", tmp_path / "held_out.jsonl"
@@ -27,9 +36,17 @@ def small(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def unreported(monkeypatch):
-    """No report is written, which takes most of the time of a short run."""
-    monkeypatch.setattr("fastrl.train.run_log.write_report", lambda *_: None)
+def own(monkeypatch):
+    """Makes the functions of the module ``own``."""
+    return lambda **functions: monkeypatch.setitem(sys.modules, "own", SimpleNamespace(**functions))
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """A model whose policy is sharper than uniform, and its tokenizer."""
+    from tests.train.packed import sharp
+
+    return sharp()
 
 
 @pytest.fixture
@@ -43,6 +60,14 @@ def base(tmp_path):
     for part in load(None, torch.device("cpu")):
         part.save_pretrained(tmp_path / "model")
     return tmp_path / "model"
+
+
+@pytest.fixture
+def teacher(tmp_path):
+    """The directory of another model with the same tokens."""
+    from tests.train.packed import save_teacher
+
+    return save_teacher(tmp_path / "teacher")
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from fastrl.train.policy import batches, policy_loss, policy_outputs
 from fastrl.train.prompts import encode
 from fastrl.train.recomputation import save_memory
 from fastrl.train.rollout import Rollout
+from fastrl.train.sampling import Sampler
 
 SMALL = {
     "vocab_size": len(character_tokenizer()),
@@ -36,6 +37,7 @@ CONFIGS = {
     "mistral": transformers.MistralConfig(**SMALL, sliding_window=7),
     "gpt2": transformers.GPT2Config(**GPT2, **DROPOUT),
 }
+TEXTS = ("7 + 5 =", "nine minus three =", "1")
 LENGTHS = (1, 9, 30, 2, 17, 5, 41, 8)
 PROMPTS = (13, 4, 22)
 ADVANTAGES = torch.tensor([1.0, -0.5, 2.0, 0.3, -1.5, 0.7, -0.2, 1.1])
@@ -55,6 +57,20 @@ def make_model(kind="qwen3", **changes):
     return model, config
 
 
+def sharp(kind="llama", **changes):
+    """Such a model, still sharper, and its tokenizer."""
+    model, _ = make_model(kind, **changes)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1 if model.config.tie_word_embeddings else 5)
+    return model, character_tokenizer()
+
+
+def sample(model, tokenizer, group_size=4, texts=TEXTS, **options):
+    """A rollout of completions of six tokens, or of other options, and their texts."""
+    config = GrpoConfig(**{"max_new_tokens": 6, **options})
+    return Sampler(model, tokenizer, config).sample(prompts_of(tokenizer, texts), group_size)
+
+
 def save_reward_model(directory):
     """A reward model with random weights, which is saved; it has a chat template."""
     tokenizer = character_tokenizer()
@@ -65,6 +81,28 @@ def save_reward_model(directory):
     for part in (model, tokenizer):
         part.save_pretrained(directory)
     return model
+
+
+def save_teacher(directory, kind="qwen3", rows=SMALL["vocab_size"], tokenizer=None, **changes):
+    """A random model of another width and architecture than the small new one's, far from uniform.
+
+    Only its first rows are of tokens: those behind would be likely.
+    """
+    torch.manual_seed(5)
+    tokens = SMALL["vocab_size"]
+    config = copy.deepcopy(CONFIGS[kind])
+    config.vocab_size = rows
+    for name, value in changes.items():
+        setattr(config, name, value)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0)
+        model.get_output_embeddings().weight[:tokens] *= 3
+        model.get_output_embeddings().weight[tokens:] *= 9
+    for part in (model, tokenizer or character_tokenizer()):
+        part.save_pretrained(directory)
+    return str(directory)
 
 
 def prompts_of(tokenizer, texts):
@@ -93,23 +131,39 @@ def objective_of(preset):
     return Objective.preset(preset, kl_coef=0.1, entropy_coef=0.01, clip_high=9.0)
 
 
-def learn(model, config, rollout, preset="grpo"):
-    """Log-probabilities ``[N, T]`` and gradients of the loss, from micro-batches."""
+def learn(model, config, rollout, preset="grpo", *, advantages=ADVANTAGES, teacher=None, seen=None):
+    """Log-probabilities ``[N, T]`` and gradients of the loss, from micro-batches.
+
+    Args:
+        model: As `make_model` makes it.
+        config: Its settings.
+        rollout: What is learned from; with a teacher, without an old policy and a reference.
+        preset: Of the objective; with a teacher the configuration has it.
+        advantages: ``[N]``, or None with a teacher alone.
+        teacher: A `TeacherModel`, or None.
+        seen: A list, which gets the result of each micro-batch, and the micro-batch.
+    """
     model.zero_grad()
-    objective, found = objective_of(preset), torch.zeros(rollout.mask.shape)
+    objective = objective_of(preset) if teacher is None else config.policy_objective()
+    found = torch.zeros(rollout.mask.shape)
     for batch in batches(rollout, torch.arange(len(found)), rollout.mask, config):
+        old = batch.take(rollout.logprobs)
+        given = {"old_logprobs": old, "ref_logprobs": old + 0.5}
+        if teacher is not None:
+            given = {"old_logprobs": None, "teacher": teacher(batch)}
         result = policy_loss(
             policy_outputs(model, batch, config),
             batch,
             config,
-            ADVANTAGES[batch.rows],
-            old_logprobs=batch.take(rollout.logprobs),
-            ref_logprobs=batch.take(rollout.logprobs) + 0.5,
+            None if advantages is None else advantages[batch.rows],
+            **given,
             objective=objective,
             normalizer=normalizer(rollout.mask, objective.aggregation),
         )
         result.loss.backward()
         batch.put(result.logprobs, into=found)
+        if seen is not None:
+            seen.append((result, batch))
     return [found, *(p.grad.clone() for p in model.parameters())]
 
 

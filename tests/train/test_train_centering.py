@@ -1,6 +1,5 @@
 """`--score_centering`: the sampler's most likely tokens, and what the loops do with them."""
 
-import sys
 from types import SimpleNamespace as Output
 
 import pytest
@@ -8,38 +7,23 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import AutoModelForCausalLM
 
-from fastrl import TopKLogprobs, group_advantages
+from fastrl import TopKLogprobs
 from fastrl.train import vllm_sampler
 from fastrl.train.config import GrpoConfig
 from fastrl.train.loading import character_tokenizer
-from fastrl.train.rollout import Completion, concatenate
-from fastrl.train.run import TrainingRun
+from fastrl.train.rollout import concatenate
 from fastrl.train.sampling import Sampler
-from tests.train.packed import make_model, padded, plain, prompts_of
+from tests.train.packed import TEXTS, padded, plain, prompts_of, sample
 from tests.train.runs import rows, run
 
-pytestmark = pytest.mark.usefixtures("unreported")
-
-TEXTS = ("7 + 5 =", "nine minus three =", "1")
 HERE, V = __name__, len(character_tokenizer())
 CENTERED = {"score_centering": 6, "objective": "reinforce"}
 GIVEN: list = []  # prompts and completions of `biased`
 
 
-@pytest.fixture(scope="module")
-def tiny():
-    model, _ = make_model("llama")
-    with torch.no_grad():
-        model.lm_head.weight.mul_(5)
-    return model, character_tokenizer()
-
-
 def sampled(tiny, texts=TEXTS, **options):
-    model, tokenizer = tiny
-    config = GrpoConfig(**{"max_new_tokens": 6, "temperature": 1.3, **CENTERED, **options})
-    return Sampler(model, tokenizer, config).sample(prompts_of(tokenizer, texts), 4)[0]
+    return sample(*tiny, texts=texts, **{"temperature": 1.3, **CENTERED, **options})[0]
 
 
 @pytest.mark.parametrize(
@@ -89,78 +73,6 @@ def test_they_follow_their_rows(tiny):
     assert greedy[0].top_logprobs is None
 
 
-def biased(prompts, group_size, complete, tokenizer):
-    """Completions of another policy; a tool wrote the second of three or more tokens."""
-    found, learned = [], group_size > 1
-    for index in range(len(prompts) * group_size):
-        length = 2 + index % 3
-        q = torch.randn(length, V).mul(2).log_softmax(-1)
-        ids = q.exp().multinomial(1)
-        top = q.topk(6)
-        ours = torch.arange(length) != (1 if length > 2 else -1)
-        tops = TopKLogprobs(top.indices.where(ours[:, None], -1), top.values)
-        one = Completion(ids[:, 0], q.gather(1, ids)[:, 0], True, ours, None, tops)
-        found.append(one)
-        if learned:
-            GIVEN.append((prompts[index // group_size].token_ids, one))
-    return found
-
-
-def ranked(prompts, completions, records):
-    return [7.0 * index % 5 for index in range(len(prompts))]
-
-
-def loss_by_hand(model, temperature, weight):
-    """The formulas of the paper for `GIVEN`, in float64."""
-    rewards = torch.tensor([7.0 * index % 5 for index in range(len(GIVEN))])
-    advantages, total, count = group_advantages(rewards, group_size=4).advantages, 0.0, 0
-    for advantage, (prompt, one) in zip(advantages.double(), GIVEN, strict=True):
-        logits = model(torch.tensor([prompt + one.token_ids.tolist()])).logits[0]
-        log_p = (logits[len(prompt) - 1 : -1] / temperature).log_softmax(-1)[one.sampled]
-        own = log_p.gather(1, one.token_ids[one.sampled][:, None])[:, 0]
-        ids, log_q = (x[one.sampled] for x in one.top_logprobs)
-        of_top, q = log_p.gather(1, ids), log_q.double().exp()
-        p = of_top.detach().exp()
-        rho = (1 - q.sum(1)) / (1 - p.sum(1))
-        m, alpha = q * weight(p / q), rho * weight(1 / rho)
-        centering = ((m - alpha[:, None] * p) * of_top).sum(1)
-        ratio = (own.detach() - one.logprobs[one.sampled].double()).exp()
-        total = total + (advantage * (centering - weight(ratio) * own)).sum()
-        count += len(own)
-    return total / count
-
-
-@pytest.mark.parametrize(
-    ("settings", "weight"),
-    [
-        ({"objective": "reinforce", "rollout_correction": "none"}, torch.ones_like),
-        ({"objective": "reinforce"}, lambda ratio: ratio.clamp(max=2)),  # "auto"
-        ({"objective": "dapo", "rollout_correction": "mask"}, lambda r: r.where(r <= 2, 0)),
-    ],
-)
-@pytest.mark.parametrize("loss", ["linear", "logits"])
-def test_the_gradient_of_a_step_is_that_of_the_formulas(
-    small, base, monkeypatch, settings, weight, loss
-):
-    grads, apply = {}, TrainingRun.apply
-
-    def applied(self, optimizer):
-        named = self._setup.model.named_parameters()
-        grads.update({name: parameter.grad.double() for name, parameter in named})
-        return apply(self, optimizer)
-
-    monkeypatch.setattr(TrainingRun, "apply", applied)
-    GIVEN.clear()
-    small |= {"model": str(base), "sampler": f"{HERE}:biased", "reward": (f"{HERE}:ranked",)}
-    small |= {"steps": 1, "minibatches": 1, "tokens_per_micro_batch": 60, "max_new_tokens": 4}
-    run("grpo", small, score_centering=6, temperature=1.3, loss=loss, **settings)
-    model = AutoModelForCausalLM.from_pretrained(base).double()
-    loss_by_hand(model, 1.3, weight).backward()
-    largest = max(float(parameter.grad.abs().max()) for parameter in model.parameters())
-    for name, parameter in model.named_parameters():  # float32 rounds each term of thousands
-        torch.testing.assert_close(grads[name], parameter.grad, rtol=0, atol=1e-4 * largest)
-
-
 @pytest.mark.parametrize(("loop", "minibatches"), [("grpo", 1), ("grpo", 4), ("ppo", 1)])
 def test_metrics_say_how_far_the_sampler_is(small, loop, minibatches):
     """It is the policy itself, until the first optimizer step."""
@@ -184,14 +96,14 @@ def test_metrics_say_how_far_the_sampler_is(small, loop, minibatches):
         (TopKLogprobs(torch.tensor([[1]]), torch.ones(1, 1)), "must be log-probabilities"),
     ],
 )
-def test_without_the_right_tokens_a_run_is_refused(tiny, monkeypatch, top, message):
-    def own(prompts, group_size, complete, tokenizer):
+def test_without_the_right_tokens_a_run_is_refused(tiny, own, top, message):
+    def given(prompts, group_size, complete, tokenizer):
         asked = [prompt.token_ids for prompt in prompts for _ in range(group_size)]
         return [one._replace(top_logprobs=top) for one in complete(asked)]
 
-    monkeypatch.setattr(sys.modules[HERE], "biased", own)
+    own(given=given)
     with pytest.raises(ValueError, match=rf"sampler must return .*top_logprobs.* {message}"):
-        sampled(tiny, sampler=f"{HERE}:biased", max_new_tokens=1)
+        sampled(tiny, sampler="own:given", max_new_tokens=1)
 
 
 def test_vllm_gives_them_without_the_sampled_token():

@@ -121,7 +121,7 @@ def test_an_argument_without_effect_is_refused(settings, message):
         Chat(tokenizer_of("{% for %}"), ("a=1",))
 
 
-def test_rewards_get_what_the_template_wrote_of_the_answer(small, unreported):
+def test_rewards_get_what_the_template_wrote_of_the_answer(small):
     tokenizer = tokenizer_of(DEEPSEEK)
     settings = GrpoConfig(chat_template=())
     records = [{"prompt": "1"}, {"prompt": [{"role": "user", "content": "2"}]}]
@@ -135,7 +135,7 @@ def test_rewards_get_what_the_template_wrote_of_the_answer(small, unreported):
     assert encode([{"prompt": "1", "prefill": "x"}], tokenizer, GrpoConfig())[0].judged
 
 
-def test_runs_of_earlier_versions_resume(small, unreported):
+def test_runs_of_earlier_versions_resume(small):
     directory = run("grpo", small, steps=1).directory
     path = directory / "config.json"
     for stored, now, fits in ((False, None, True), (True, (), True), (True, None, False)):

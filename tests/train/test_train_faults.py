@@ -28,10 +28,10 @@ from fastrl.train.command_line import main
 from fastrl.train.config import GrpoConfig
 from fastrl.train.phases import Phases
 from tests.train import small_rewards
-from tests.train.packed import save_reward_model
+from tests.train.packed import save_reward_model, save_teacher
 from tests.train.runs import LOOPS, assert_same, equal, kill, rows, run, saved, train_alone
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unreported")]
+pytestmark = pytest.mark.slow
 
 KILLS = int(os.environ.get("FASTRL_KILLS", "3"))
 
@@ -274,9 +274,6 @@ def test_runs_without_a_name_get_the_next_number_and_failed_starts_leave_nothing
         run("ppo", small, max_prompt_tokens=2)
     assert not Path("runs/ppo-3").exists()
     assert run("ppo", small, steps=2, resume=True).directory == Path("runs/ppo-2")
-    for out in ("train.jsonl/run", "/proc/run"):
-        with pytest.raises(ValueError, match=f"^out: {out} cannot be written: "):
-            run("ppo", small, out=out)
 
 
 @pytest.mark.parametrize("name", ["state.pt", "model.safetensors", "tokenizer.json"])
@@ -311,12 +308,13 @@ def test_a_run_that_lost_its_checkpoints_is_not_begun_anew(small, tmp_path, caps
 def test_changed_data_and_weights_are_refused_on_resume(small, base, tmp_path):
     save_reward_model(tmp_path / "scorer")
     small |= {"model": str(base), "lora_rank": 2, "reward": (f"model:{tmp_path / 'scorer'}",)}
-    small |= {"kl_coef": 0.1, "steps": 1}
+    small |= {"kl_coef": 0.1, "steps": 1, "teacher": save_teacher(tmp_path / "teacher")}
     run("grpo", small)
     more = json.dumps({"prompt": "9 + 1 =", "answer": "10"}).encode() + b"\n"
     for name, path in (
         ("reward_model", tmp_path / "scorer" / "model.safetensors"),
         ("base", base / "model.safetensors"),
+        ("teacher", tmp_path / "teacher" / "model.safetensors"),
         ("prompts", Path(small["prompts"][0])),
         ("held_out", Path(small["prompts"][1])),
     ):

@@ -17,27 +17,12 @@ from fastrl.train.loading import character_tokenizer
 from fastrl.train.metrics import lengths
 from fastrl.train.own_completions import checked_completion
 from fastrl.train.policy import completion_logprobs
-from fastrl.train.rollout import Completion, TokenCount, concatenate, rollout_of
-from fastrl.train.sampling import Sampler
-from tests.train.packed import make_model, padded, plain, prompts_of
+from fastrl.train.rollout import Completion, concatenate, rollout_of
+from fastrl.train.sampling import Sampler, TokenCount
+from tests.train.packed import TEXTS, padded, plain, prompts_of, sample
 from tests.train.runs import rows, run
 
-TEXTS = ("7 + 5 =", "nine minus three =", "1")
 KEEPS = {"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.2}, {"top_p": 0.95, "top_k": 30, "min_p": 0.02}
-
-
-@pytest.fixture(scope="module")
-def tiny():
-    model, _ = make_model("llama")
-    with torch.no_grad():
-        model.lm_head.weight.mul_(5)
-    return model, character_tokenizer()
-
-
-def sampled(tiny, texts=TEXTS, size=4, **options):
-    model, tokenizer = tiny
-    config = GrpoConfig(max_new_tokens=6, temperature=1.3, **options)
-    return Sampler(model, tokenizer, config).sample(prompts_of(tokenizer, texts), size)[0], config
 
 
 def kept_by_hand(logprobs, top_p=1.0, top_k=None, min_p=0.0):
@@ -56,9 +41,10 @@ def kept_by_hand(logprobs, top_p=1.0, top_k=None, min_p=0.0):
     return result
 
 
-@pytest.mark.parametrize("options", KEEPS, ids=str)
-def test_log_probabilities_are_of_the_tokens_that_were_kept(tiny, options):
-    rollout, config = sampled(tiny, **options)
+@pytest.mark.parametrize("keeps", KEEPS, ids=str)
+def test_log_probabilities_are_of_the_tokens_that_were_kept(tiny, keeps):
+    options = {"temperature": 1.3, **keeps}
+    rollout, config = sample(*tiny, **options)[0], GrpoConfig(**options)
     logits, _ = padded(plain(tiny[0]), rollout)
     full = (logits.double() / 1.3).log_softmax(-1)
     sets = rollout.kept.token_ids.long().split(rollout.kept.counts().tolist())
@@ -67,7 +53,7 @@ def test_log_probabilities_are_of_the_tokens_that_were_kept(tiny, options):
         if not rollout.mask[i, j]:
             assert len(tokens) == 0
             continue
-        by_hand = kept_by_hand(full[i, j], **options)
+        by_hand = kept_by_hand(full[i, j], **keeps)
         # a token at the edge may be on either side by the rounding of float32
         assert (by_hand.nonzero()[:, 0].tolist() == sorted(tokens.tolist())) or abs(
             int(by_hand.sum()) - len(tokens)
@@ -87,9 +73,9 @@ def test_log_probabilities_are_of_the_tokens_that_were_kept(tiny, options):
 
 
 def test_sets_follow_their_rows(tiny):
-    one, _ = sampled(tiny, top_p=0.8)
-    two, _ = sampled(tiny, TEXTS[:1], size=2, top_k=3, stop=("1", "2", "3"))
-    whole, _ = sampled(tiny, TEXTS[:1], size=2)
+    one, _ = sample(*tiny, top_p=0.8)
+    two, _ = sample(*tiny, 2, TEXTS[:1], top_k=3, stop=("1", "2", "3"))
+    whole, _ = sample(*tiny, 2, TEXTS[:1])
     assert whole.kept is None
     both = concatenate([one, two, whole])
     order = torch.tensor([13, 0, 15, 5])
@@ -156,40 +142,44 @@ REFUSED = {
         r"got \d of \d sampled tokens outside their set",
     ),
 }
-GIVEN = None
 
 
 def sets(one):
     return one.kept.token_ids.split(one.kept.counts().tolist())
 
 
-def own_sampler(prompts, group_size, complete, tokenizer):
-    asked = [prompt.token_ids for prompt in prompts for _ in range(group_size)]
-    found = []
-    for one in complete(asked):
-        kept = GIVEN(one) if one.kept is not None or GIVEN is REFUSED["none"][0] else None
-        kept = KeptTokens.from_lists(kept) if isinstance(kept, list) else kept
-        found.append(one._replace(kept=kept))
-    return found
+@pytest.fixture
+def gives(own):
+    """Makes a sampler that gives what a function has of the completions of the loops' own."""
+
+    def make(given):
+        def sampler(prompts, group_size, complete, tokenizer):
+            asked = [prompt.token_ids for prompt in prompts for _ in range(group_size)]
+            return [one._replace(kept=as_sets(given(one))) for one in complete(asked)]
+
+        own(sampler=sampler)
+        return "own:sampler"
+
+    return make
+
+
+def as_sets(kept):
+    return KeptTokens.from_lists(kept) if isinstance(kept, list) else kept
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_without_the_right_sets_a_run_is_refused(tiny, monkeypatch, what):
+def test_without_the_right_sets_a_run_is_refused(tiny, gives, what):
     given, message = REFUSED[what]
-    monkeypatch.setattr(sys.modules[__name__], "GIVEN", given)
-    own = f"{__name__}:own_sampler"
     with pytest.raises(ValueError, match=message):
-        sampled(tiny, sampler=own, top_p=0.9)
+        sample(*tiny, sampler=gives(given), top_p=0.9)
 
 
-def test_what_needs_no_sets_is_not_refused(tiny, monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "GIVEN", REFUSED["none"][0])
-    own, (model, tokenizer) = f"{__name__}:own_sampler", tiny
-    sampled(tiny, sampler=own)
-    config = GrpoConfig(sampler=own, top_p=0.9)
-    Sampler(model, tokenizer, config).greedy(prompts_of(tokenizer, TEXTS))  # replays nothing
-    monkeypatch.setattr(sys.modules[__name__], "GIVEN", lambda one: one.kept)
-    sampled(tiny, sampler=own, top_p=0.9)
+def test_what_needs_no_sets_is_not_refused(tiny, gives):
+    none = gives(lambda one: None)
+    sample(*tiny, sampler=none)
+    greedy = Sampler(*tiny, GrpoConfig(sampler=none, top_p=0.9)).greedy  # replays nothing
+    greedy(prompts_of(tiny[1], TEXTS))
+    sample(*tiny, sampler=gives(lambda one: one.kept), top_p=0.9)
 
 
 def test_what_a_tool_wrote_needs_no_set(tiny):

@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 
 from fastrl import (
     RolloutCorrection,
+    TopKLogprobs,
     discounted_returns,
     gae,
     group_advantages,
@@ -41,6 +42,8 @@ STEPS = {"steps": 2, "max_new_tokens": 5, "learning_rate": 3e-3, "warmup_steps":
 STEPS |= {"eval_every": 9, "tokens_per_micro_batch": 60, "clip_low": 0.02, "group_size": 4}
 STEPS |= {"schedule": "constant", "prompts_per_step": 6}
 STEPS |= {"stop": tuple("abcdefghijklmnopqrstuvwxyz")}  # a quarter of all tokens
+CENTERED = {"score_centering": 6, "minibatches": 1, "temperature": 1.3}
+REINFORCE = {**CENTERED, "objective": "reinforce", "clip_low": None}
 CASES = [
     ("grpo", {"objective": "dapo", "truncated": "mask", "rollout_correction": "truncate"}),
     ("grpo", {"kl_coef": 0.3, "epochs": 2, "minibatches": 1, "temperature": 0.7, "loss": "logits"}),
@@ -50,6 +53,10 @@ CASES = [
     ("ppo", {"advantage": "group", "temperature": 0.7, "epochs": 2}),
     ("ppo", {"advantage": "reward", "gamma": 0.5, "kl_coef": 0.3}),
     ("ppo", {"loss": "logits", "steps": 1}),
+    ("grpo", {**REINFORCE, "rollout_correction": "none"}),
+    ("grpo", {**REINFORCE, "rollout_correction": "truncate"}),
+    ("grpo", {**CENTERED, "objective": "dapo", "rollout_correction": "mask", "loss": "logits"}),
+    ("ppo", {**CENTERED, "rollout_correction": "truncate"}),
 ]
 
 
@@ -148,11 +155,16 @@ def expected(config, seen, i):
         given["ref_logprobs"] = ref
     else:
         learned = counted & (compared != 0)[:, None]
-    if config.rollout_correction == "truncate":
-        correction = RolloutCorrection(kind="truncate", level="token", high=2.0)
+    if config.rollout_correction in ("truncate", "mask"):
+        correction = RolloutCorrection(kind=config.rollout_correction, level="token", high=2.0)
         objective = replace(objective, rollout_correction=correction)
         given["rollout_logprobs"] = of_sampler
-    given = {name: value[chosen] for name, value in (given | {"old_logprobs": old}).items()}
+    given = {name: value[chosen] for name, value in given.items()}
+    if config.score_centering is None:
+        given["old_logprobs"] = old[chosen]
+    else:  # the ratio is 1
+        given["rollout_top_k"] = TopKLogprobs(*(x[chosen] for x in rollout.top_logprobs))
+        old = logprobs
     settings = {"temperature": config.temperature, "objective": objective, **REFERENCE}
     loss = logits_policy_loss(logits[chosen], **given, **settings).loss
     if critic is not None:

@@ -2,9 +2,7 @@
 
 import os
 import runpy
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,12 +28,6 @@ def score(completions, *names, prompts=None, answers=None, **settings):
     pairs = zip(prompts, answers or ["2"] * len(prompts), strict=True)
     given = [Prompt({"prompt": prompt, "answer": answer}, []) for prompt, answer in pairs]
     return rewards_of(*names, **settings).score(given, completions, list(range(8, 8 + len(given))))
-
-
-@pytest.fixture
-def own(monkeypatch):
-    """Makes the functions of the module ``own``."""
-    return lambda **functions: monkeypatch.setitem(sys.modules, "own", SimpleNamespace(**functions))
 
 
 def test_the_reward_is_the_weighted_sum_of_the_functions(own):

@@ -11,6 +11,7 @@ pytest.importorskip("transformers")
 
 from fastrl.train.checkpoint import latest
 from fastrl.train.run_log import RunLog
+from tests.train.packed import save_teacher
 from tests.train.runs import LOOPS, assert_same, rows, run
 
 REWARDS = "tests.train.small_rewards"
@@ -24,6 +25,7 @@ OF_LOOP = {
 
 
 @pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.usefixtures("reported")
 def test_the_reward_rises_and_the_run_leaves_a_log_a_report_and_a_model(small, loop):
     small |= {"reward": (f"{REWARDS}:by_record=0", f"{REWARDS}:digits=2"), "steps": 15}
     small |= {"learning_rate": 3e-3, "warmup_steps": 0, "eval_every": 2}
@@ -51,7 +53,6 @@ def test_the_reward_rises_and_the_run_leaves_a_log_a_report_and_a_model(small, l
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unreported")
 @pytest.mark.parametrize(
     ("loop", "own"),
     [
@@ -63,6 +64,7 @@ def test_the_reward_rises_and_the_run_leaves_a_log_a_report_and_a_model(small, l
         ("ppo", {}),
         ("grpo", {"score_centering": 5, "objective": "reinforce", "lora_rank": 2}),
         ("ppo", {"score_centering": 5, "minibatches": 1}),
+        ("grpo", {"teacher": "teacher", "teacher_coef": 0.7, "top_p": 0.9, "kl_coef": 0.1}),
         ("ppo", {"value_model": "separate", "kl_target": 1e-4}),
         ("ppo", {"value_model": "separate", **HALF}),
         ("ppo", {"lora_rank": 2, "weights": "bfloat16"}),
@@ -70,6 +72,8 @@ def test_the_reward_rises_and_the_run_leaves_a_log_a_report_and_a_model(small, l
 )
 def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(small, tmp_path, capsys, loop, own):
     small |= {"steps": 4, "save_every": 2, "eval_every": 3, "learning_rate": 1e-3, **own}
+    if "teacher" in own:
+        save_teacher("teacher")
     whole = run(loop, small).directory
     again = shutil.copytree(whole, tmp_path / "again")
     shutil.rmtree(again / "checkpoints" / "step-000004")
@@ -106,7 +110,6 @@ def test_settings_that_change_no_result_may_change_and_no_others(tmp_path, kind)
             RunLog(config)
 
 
-@pytest.mark.usefixtures("unreported")
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_rollout_of_two_turns_learns_only_from_what_was_sampled(small, loop):
     settings = {"sampler": f"{REWARDS}:two_turns", "steps": 1, "minibatches": 1}
@@ -119,7 +122,6 @@ def test_a_rollout_of_two_turns_learns_only_from_what_was_sampled(small, loop):
     assert row["ratio_max"] == pytest.approx(1, abs=1e-4)
 
 
-@pytest.mark.usefixtures("unreported")
 @pytest.mark.parametrize("loop", LOOPS)
 def test_the_gradient_norm_is_the_mean_of_a_steps_updates(small, monkeypatch, loop):
     clip, norms = torch.nn.utils.clip_grad_norm_, []
@@ -140,7 +142,6 @@ def test_groups_without_information_are_sampled_again(small):
     assert (last["sampling_rounds"], last["informative"], last["left_out"]) == (10, 0, 1)
 
 
-@pytest.mark.usefixtures("unreported")
 @pytest.mark.parametrize(("stop_kl", "updates"), [(1e-9, 1), (1e9, 4)])
 def test_ppo_leaves_out_the_updates_after_too_large_a_kl(small, stop_kl, updates):
     small |= {"reward": (f"{REWARDS}:by_record",), "steps": 2, "epochs": 2, "minibatches": 2}

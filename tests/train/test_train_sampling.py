@@ -14,30 +14,17 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
 from fastrl.train.config import GrpoConfig
-from fastrl.train.loading import character_tokenizer
 from fastrl.train.sampling import Sampler, rollout_correction
 from fastrl.train.transformers_sampler import choose
-from tests.train.packed import make_model, padded_logprobs, plain, prompts_of
-
-TEXTS = ("7 + 5 =", "nine minus three =", "1")
-
-
-def tiny(kind="llama", **changes):
-    """A model whose policy is sharper than uniform, set up for training, and its tokenizer."""
-    model, _ = make_model(kind, **changes)
-    with torch.no_grad():
-        model.lm_head.weight.mul_(1 if model.config.tie_word_embeddings else 5)
-    return model, character_tokenizer()
-
-
-def sample(model, tokenizer, group_size=4, texts=TEXTS, **options):
-    config = GrpoConfig(**{"max_new_tokens": 6, **options})
-    return Sampler(model, tokenizer, config).sample(prompts_of(tokenizer, texts), group_size)
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return tiny()
+from tests.train.packed import (
+    TEXTS,
+    make_model,
+    padded_logprobs,
+    plain,
+    prompts_of,
+    sample,
+    sharp,
+)
 
 
 def drawn(scores, *numbers):
@@ -61,13 +48,13 @@ def test_a_token_is_where_the_cumulative_probability_passes_the_number(monkeypat
 
 
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
-def test_samples_follow_the_probabilities_at_the_temperature(llama, temperature):
+def test_samples_follow_the_probabilities_at_the_temperature(tiny, temperature):
     """Frequencies within Bernstein's bounds, one of which chance breaks 1 in 1e6 times."""
     n, first = 700, []
-    rollout, _ = sample(*llama, n, max_new_tokens=1, temperature=temperature)
+    rollout, _ = sample(*tiny, n, max_new_tokens=1, temperature=temperature)
     for k, prompt in enumerate(rollout.prompts):
         with torch.no_grad():
-            logits = plain(llama[0])(torch.tensor([prompt])).logits[0, -1]
+            logits = plain(tiny[0])(torch.tensor([prompt])).logits[0, -1]
         p = (logits.double() / temperature).softmax(-1)
         bound = math.log(6 * len(p) / 1e-6) / n
         most = bound / 3 + (bound**2 / 9 + 2 * bound * p * (1 - p)).sqrt()
@@ -75,14 +62,14 @@ def test_samples_follow_the_probabilities_at_the_temperature(llama, temperature)
         first.append(torch.bincount(ids, minlength=len(p)) / n)
         assert ((first[k] - p).abs() <= most).all()
     assert (first[0] - first[1]).abs().max() > 0.02  # the prompts have different answers
-    rollout, _ = sample(*llama, 300, max_new_tokens=2, temperature=5.0)
+    rollout, _ = sample(*tiny, 300, max_new_tokens=2, temperature=5.0)
     both = rollout.token_ids[rollout.mask.all(1)]
     assert (both[:, 0] == both[:, 1]).float().mean() < 0.1  # drawn with different numbers
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
 def test_logprobs_equal_those_of_the_model(kind):
-    model, tokenizer = tiny(kind)
+    model, tokenizer = sharp(kind)
     rollout, _ = sample(model, tokenizer, max_new_tokens=12, temperature=0.6)
     assert rollout.mask.sum() > 60
     expected = padded_logprobs(plain(model), rollout, 0.6)
@@ -93,8 +80,8 @@ def test_logprobs_equal_those_of_the_model(kind):
     assert padded_logprobs(plain(model), rollout, 1e-3).abs().max() < 1e-3  # the likeliest tokens
 
 
-def test_samples_depend_on_the_seed_and_not_on_the_split_into_micro_batches(llama, monkeypatch):
-    model, tokenizer = llama
+def test_samples_depend_on_the_seed_and_not_on_the_split_into_micro_batches(tiny, monkeypatch):
+    model, tokenizer = tiny
     seen, generate, outcomes = [], model.generate, []
     monkeypatch.setattr(model, "generate", lambda **o: seen.append(o["input_ids"]) or generate(**o))
     for budget, batches in ((1, 12), (30, 7), (70, 4), (65536, 1)):
@@ -120,7 +107,7 @@ def test_samples_depend_on_the_seed_and_not_on_the_split_into_micro_batches(llam
 
 
 def test_completions_end_at_any_end_token_and_are_padded():
-    model, tokenizer = tiny()
+    model, tokenizer = sharp()
     ends = torch.tensor([1, *tokenizer.convert_tokens_to_ids(list("ab1234"))])
     model.generation_config.eos_token_id = ends[:3].tolist()
     rollout, texts = sample(model, tokenizer, 64, temperature=3.0, stop=("1", "2", "3", "4"))
@@ -158,7 +145,7 @@ def test_a_stop_text_ends_each_completion_where_it_is_completed(pad):
 
 
 def test_the_model_is_left_as_it_was_also_by_an_error():
-    model, tokenizer = tiny(gradient_checkpointing=True)
+    model, tokenizer = sharp(gradient_checkpointing=True)
     model.model.layers[1].eval()
     modes, seen = [module.training for module in model.modules()], []
     model.model.norm.register_forward_hook(lambda _, x, y: seen.append(y.shape[1]))
@@ -172,7 +159,7 @@ def test_the_model_is_left_as_it_was_also_by_an_error():
 
 
 def test_what_cannot_be_sampled_is_refused():
-    model, tokenizer = tiny()
+    model, tokenizer = sharp()
     for wrong in ("nan", "inf"):
         model.lm_head.weight.data[9] = float(wrong)
         with pytest.raises(FloatingPointError, match="logits are not finite"):

@@ -23,10 +23,9 @@ from fastrl.train.loading import character_tokenizer
 from fastrl.train.prompts import count_shared, deal, encode, read_records
 from tests.train.runs import LOOPS, run
 
-pytestmark = pytest.mark.usefixtures("unreported")
-
 RECORDS = [{"prompt": f"{i} + 1 =", "answer": str(i + 1), "level": i} for i in range(5)]
 CHAT = [{"role": role, "content": role[0]} for role in ("user", "assistant", "user")]
+ALONE = {"teacher": "x", "reward": ("none",), "group_size": 1}
 BAD = r"""
 grpo ppo: {"steps": 0} -> steps must be at least 1, got 0
 grpo ppo: {"temperature": float("nan")} -> temperature must be finite, got nan
@@ -71,6 +70,23 @@ grpo: {"stop": ("",)} -> stop must not name an empty text
 grpo: {"stop": ("é",)} -> stop: no token can complete 'é'
 grpo: {"objective": "gropo"} -> .*objective.*gropo
 grpo: {"group_size": 1} -> group_size must be at least 2, got 1
+grpo: {"teacher_coef": 1.0} -> teacher must be given with teacher_coef or teacher_beta
+grpo: {"teacher_beta": 0.5} -> teacher must be given with teacher_coef or teacher_beta
+grpo: {"teacher": "x", "teacher_beta": 1.5} -> teacher_beta must be at most 1, got 1.5
+grpo: {"teacher": "x", "teacher_coef": -1.0} -> teacher_coef must be at least 0
+grpo: {"teacher": "x", "group_size": 1} -> group_size must be at least 2, got 1
+grpo: {"teacher": "x", "reward": ("none", "exact_match")} -> reward must be none alone
+grpo: {"reward": ("none",)} -> reward must be none alone, with a teacher and teacher_coef above 0
+grpo: {**ALONE, "teacher_coef": 0.0} -> reward must be none alone, with a teacher
+grpo: {**ALONE, "advantage": "batch"} -> advantage must be left at its default with rew
+grpo: {**ALONE, "sampling_rounds": 2} -> sampling_rounds must be left at its default with rew
+grpo: {**ALONE, "clip_low": 0.1} -> clip_low must be left at its default with rew
+grpo: {**ALONE, "clip_high": 0.3} -> clip_high must be left at its default with rew
+grpo: {**ALONE, "rollout_correction": "mask"} -> rollout_correction must be left at its default
+grpo: {**ALONE, "reward_timeout": 3.0} -> reward_timeout must be left at its default with rew
+grpo: {**ALONE, "reward_failed": 0.0} -> reward_failed must be left at its default with rew
+grpo: {**ALONE, "score_centering": 8} -> score_centering must be left at its default with rew
+ppo: {"reward": ("none",)} -> reward must be a known name or module:function, got 'n
 ppo: {"gamma": 1.5} -> gamma must be at most 1, got 1.5
 ppo: {"advantage": "group"} -> group_size must be at least 2 with advantage=group, got 1
 ppo: {"kl_target": 0.1, "kl_coef": 0.0} -> kl_coef must be above 0 with kl_target

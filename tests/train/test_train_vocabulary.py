@@ -21,8 +21,6 @@ from fastrl.train.warm_start import demonstrated
 from tests.train.packed import make_model, padded_logprobs, plain, prompts_of
 from tests.train.runs import run
 
-pytestmark = pytest.mark.usefixtures("unreported")
-
 EXTRA = ["<|im_end|>", "<think>"]  # 98 and 99
 
 

@@ -2,8 +2,6 @@
 
 import json
 import math
-import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,13 +17,6 @@ from fastrl.train.rollout import Completion, TokenCount, rollout_of
 from tests.train.runs import LOOPS, rows, run, saved
 
 NAN = math.nan
-pytestmark = pytest.mark.usefixtures("unreported")
-
-
-@pytest.fixture
-def own(monkeypatch):
-    """Makes the functions of the module ``own``."""
-    return lambda **functions: monkeypatch.setitem(sys.modules, "own", SimpleNamespace(**functions))
 
 
 def score(completions, *names, lengths=None, **settings):
