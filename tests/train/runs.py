@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from fastrl.train import grpo, ppo, run_log
 from fastrl.train.checkpoint import latest
 from fastrl.train.config import GrpoConfig, PpoConfig
+from fastrl.train.prompts import Prompt
+from fastrl.train.rewards import Rewards
 
 LOOPS = {"grpo": (grpo.train, GrpoConfig), "ppo": (ppo.train, PpoConfig)}
 OWN = {"grpo": {"group_size": 4}, "ppo": {}}
@@ -21,6 +23,17 @@ MEASURED = ("tokens_per_second", "seconds_", "peak_gb_")  # differ from run to r
 def run(loop, settings, **changes):
     train, kind = LOOPS[loop]
     return train(kind(**{**OWN[loop], **settings, **changes}))
+
+
+def rewards_of(*names, **settings):
+    config = GrpoConfig(reward=names, **{"max_new_tokens": 10, **settings})
+    return Rewards(config, torch.device("cpu"))
+
+
+def asked(*answers):
+    """Prompts with these answers."""
+    given = [{"prompt": f"question {i}", "answer": answer} for i, answer in enumerate(answers)]
+    return [Prompt(record, []) for record in given]
 
 
 def rows(directory):

@@ -3,15 +3,13 @@ r"""The reward math_verify: how answers are read, compared in time, and checked 
 import threading
 
 import pytest
-import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("math_verify")
 
-from fastrl.train.config import GrpoConfig
 from fastrl.train.math_answers import in_worker, math_equality
-from fastrl.train.prompts import Prompt
-from fastrl.train.rewards import RewardError, Rewards
+from fastrl.train.rewards import RewardError
+from tests.train.runs import asked, rewards_of
 
 GSM8K = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n#### 72"
 TOWER = r"\boxed{9^{9^{9^9}}}"
@@ -20,14 +18,6 @@ TOWER = r"\boxed{9^{9^{9^9}}}"
 def judged(answer, *completions):
     count = len(completions)
     return in_worker([""] * count, list(completions), [{"answer": answer}] * count)
-
-
-def rewards_of(**settings):
-    return Rewards(GrpoConfig(reward=("math_verify",), **settings), torch.device("cpu"))
-
-
-def prompts_of(*answers):
-    return [Prompt({"prompt": f"question {i}", "answer": a}, []) for i, a in enumerate(answers)]
 
 
 @pytest.mark.parametrize(
@@ -69,15 +59,11 @@ def test_an_answer_is_read_as_a_whole(answer, right, wrong):
     ("answer", "right", "wrong"),
     [
         (7, ["The answer is 7", "She has 7 apples", "Answer 7", "**Answer:** 7", "$7/hour"], []),
+        (7, ["The answer is $7$.", r"It is \(7\)", "7 km/h", "7<|im_end|>"], ["7 or 8", "not 7"]),
         (
             7,
-            ["The answer is $7$.", r"It is \(7\)", "7 km/h", "7<|im_end|>", "The answer is 7\n3"],
-            [],
-        ),
-        (
-            7,
-            [],
-            ["7 or 8", "7 and 8 and 9", "72 or 7", "not 7", "7 hundred", "7 and a half", "7 xy"],
+            ["The answer is 7\n3"],
+            ["7 and 8 and 9", "72 or 7", "7 hundred", "7 and a half", "7 xy"],
         ),
         (
             72,
@@ -102,27 +88,9 @@ def test_words_around_a_number_are_ignored_and_formulas_are_read_whole(answer, r
 
 
 WHOLE = ["x^2 + 1", "3:2", "2 1/2", "10:30", "\u03c0/2", "{1,2,3}", "1 and 2", "1, 2", "[0, 5)"]
-WHOLE += [
-    "12 34",
-    "5'6\"",
-    "2023-01-01",
-    "10/12/2023",
-    "007",
-    "5 feet 6 inches",
-    "Jos\u00e9",
-    "June 5",
-    "5 or 7",
-]
-WHOLE += [
-    "2 and a half",
-    "3.5 million",
-    "5 mod 7",
-    "5x",
-    "$n$ is odd",
-    "sin 5",
-    "5 out of 7",
-    "5-6i",
-]
+WHOLE += ["12 34", "5'6\"", "2023-01-01", "10/12/2023", "007", "5 feet 6 inches", "Jos\u00e9"]
+WHOLE += ["June 5", "5 or 7", "2 and a half", "3.5 million", "5 mod 7", "5x", "$n$ is odd"]
+WHOLE += ["sin 5", "5 out of 7", "5-6i"]
 
 
 @pytest.mark.parametrize("answer", WHOLE)
@@ -179,19 +147,8 @@ def test_the_box_of_the_last_sentence_counts():
 
 def test_the_number_after_the_last_hashes_is_an_answer_and_several_are_not():
     texts = ["72", "\n72", "72\nThat is 3 clips per friend.", "72.0", "$72", "$72$", "**72**"]
-    texts += [
-        "72 m^2",
-        "72 m2",
-        "8 x 9 = 72",
-        "$8 x 9 = $72",
-        "71 2/2",
-        "72.",
-        r"\$72",
-        r"\(72\)",
-        "48 + 24 = 72",
-        "144/2",
-        r"\frac{144}{2}",
-    ]
+    texts += ["72 m^2", "72 m2", "8 x 9 = 72", "$8 x 9 = $72", "71 2/2", "72.", r"\$72", r"\(72\)"]
+    texts += ["48 + 24 = 72", "144/2", r"\frac{144}{2}"]
     assert judged(GSM8K, *(f"2 + 3\n#### {text}" for text in texts)) == [1] * len(texts)
     texts = ["70 or 72", "72 or 70", "72\n#### 5", "7, 72", "", "72 - 70", "-72", "7 2"]
     texts += ["\u221272", "\u2013 72", "- 72", "-$72", "minus 72", "72 million", "72k", "72x"]
@@ -225,11 +182,11 @@ def test_a_heading_hides_no_answer_and_a_later_mark_counts():
 
 def test_what_takes_long_is_no_answer():
     """In any thread, and in any order."""
-    rewards, found = rewards_of(reward_timeout=5.0), []
+    rewards, found = rewards_of("math_verify", reward_timeout=5.0), []
     texts = ["#### 72", TOWER, r"\boxed{71}", r"\boxed{72}"]
 
     def score(texts):
-        scored = rewards.score(prompts_of(*[GSM8K] * 4), texts, [1] * 4)
+        scored = rewards.score(asked(*[GSM8K] * 4), texts, [1] * 4)
         found.append((scored.total.tolist(), scored.failed.any().item()))
 
     thread = threading.Thread(target=score, args=(texts,))
@@ -243,10 +200,10 @@ def test_what_takes_long_is_no_answer():
 
 def test_every_answer_is_checked_before_a_run():
     """Also if failures have a reward: it is not the completion that fails."""
-    rewards = rewards_of(reward_failed=0.0)
+    rewards = rewards_of("math_verify", reward_failed=0.0)
     for answer in (None, True, ["1"], "", r"\boxed{}", "#### 70 or 72", "N/A", "?", "nan", "*"):
-        rewards.probe(prompts_of("p - q", GSM8K, 7, "B"))
+        rewards.probe(asked("p - q", GSM8K, 7, "B"))
         with pytest.raises(RewardError, match=r'^reward math_verify: "answer" must') as error:
-            rewards.probe(prompts_of(*["5"] * 19, answer, *["6"] * 20))
+            rewards.probe(asked(*["5"] * 19, answer, *["6"] * 20))
         assert f"got {answer!r} for 'question 19'" in str(error.value)
     rewards.close()

@@ -12,11 +12,10 @@ import torch
 
 pytest.importorskip("transformers")
 
-from fastrl.train.config import GrpoConfig
-from fastrl.train.prompts import Prompt
 from fastrl.train.reward_calls import Source
 from fastrl.train.reward_workers import Workers
-from fastrl.train.rewards import RewardError, Rewards
+from fastrl.train.rewards import RewardError
+from tests.train.runs import asked, rewards_of
 
 MODULE = """
 import asyncio, os, sys, time
@@ -57,13 +56,8 @@ def module(tmp_path, monkeypatch):
     return make
 
 
-def rewards_of(function, **settings):
-    return Rewards(GrpoConfig(reward=(function,), **settings), torch.device("cpu"))
-
-
 def score(rewards, *texts):
-    prompts = [Prompt({"prompt": "1 + 1 =", "answer": "2"}, [])] * len(texts)
-    return rewards.score(prompts, texts, [1] * len(texts)).total.tolist()
+    return rewards.score(asked(*["2"] * len(texts)), texts, [1] * len(texts)).total.tolist()
 
 
 def is_alive(pid):

@@ -14,13 +14,10 @@ from fastrl.train.config import GrpoConfig
 from fastrl.train.loading import character_tokenizer
 from fastrl.train.prompts import Prompt
 from fastrl.train.reward_model import RewardModel
-from fastrl.train.rewards import RewardError, Rewards, overlong
+from fastrl.train.rewards import RewardError, overlong
 from tests.train import small_rewards
 from tests.train.packed import save_reward_model
-
-
-def rewards_of(*names, **settings):
-    return Rewards(GrpoConfig(reward=names, max_new_tokens=10, **settings), torch.device("cpu"))
+from tests.train.runs import asked, rewards_of
 
 
 def score(completions, *names, prompts=None, answers=None, **settings):
@@ -96,7 +93,7 @@ def test_a_failure_is_of_its_completion_alone(limit):
 
 
 def test_every_answer_of_exact_match_is_checked_before_a_run():
-    texts = [Prompt({"prompt": f"question {i}", "answer": str(i)}, []) for i in range(40)]
+    texts = asked(*map(str, range(40)))
     for wrong in ({}, {"answer": 7}):
         texts[29] = Prompt({"prompt": "question 29", **wrong}, [])
         with pytest.raises(RewardError, match=r"must be text, got (None|7) for 'question 29'"):

@@ -12,17 +12,16 @@ from fastrl.train.config import GrpoConfig
 from fastrl.train.groups import SampledGroups, compared, informative
 from fastrl.train.metrics import lengths, reward_std
 from fastrl.train.prompts import Prompt
-from fastrl.train.rewards import Rewards, Scored
-from fastrl.train.rollout import Completion, TokenCount, rollout_of
-from tests.train.runs import LOOPS, rows, run, saved
+from fastrl.train.rewards import Scored
+from fastrl.train.rollout import Completion, rollout_of
+from fastrl.train.sampling import TokenCount
+from tests.train.runs import LOOPS, asked, rewards_of, rows, run, saved
 
 NAN = math.nan
 
 
 def score(completions, *names, lengths=None, **settings):
-    config = GrpoConfig(reward=names, max_new_tokens=10, **settings)
-    prompts = [Prompt({"prompt": str(i)}, []) for i in range(len(completions))]
-    rewards = Rewards(config, torch.device("cpu"))
+    rewards, prompts = rewards_of(*names, **settings), asked(*[""] * len(completions))
     rewards.probe(prompts)
     scored = rewards.score(prompts, completions, lengths or [1] * len(completions))
     return rewards, scored

@@ -40,6 +40,42 @@ SIZES = {
     "initializer_range": 0.3,
 }
 
+SOFTCAP = {"final_logit_softcapping": 3.0}
+EXPERTS = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+#: type of the configuration -> what it needs beyond `make_model`
+MODELS = {
+    "LlamaConfig": {},
+    "MistralConfig": {},
+    "Olmo2Config": {},
+    "Qwen2Config": {},
+    "Qwen3Config": {"tie_word_embeddings": True},
+    "Gemma2Config": SOFTCAP,
+    "Gemma3TextConfig": SOFTCAP,
+    "CohereConfig": {"logit_scale": 0.25},
+    "Cohere2Config": {"logit_scale": 0.25},
+    "GraniteConfig": {"logits_scaling": 4.0},
+    "Phi3Config": {},
+    "PhiConfig": {},  # its head has a bias
+    "GPTNeoXConfig": {},
+    "GPT2Config": {},
+    "Olmo3Config": {},
+    "SmolLM3Config": {},
+    "GemmaConfig": {},
+    "Starcoder2Config": {},
+    "OPTConfig": {"ffn_dim": 24, "word_embed_proj_dim": 16, "dropout": 0.0},
+    "Glm4Config": {},
+    "Gemma4TextConfig": SOFTCAP,
+    "HyperCLOVAXConfig": {"logits_scaling": 0.25},
+    "MixtralConfig": {"num_local_experts": 4, **EXPERTS},
+    "Qwen3MoeConfig": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        **EXPERTS,
+    },
+    "GptOssConfig": {"num_local_experts": 4, **EXPERTS},
+}
+
 
 def make_model(kind="LlamaConfig", **changes):
     import transformers
@@ -127,6 +163,16 @@ def run(trainer, use=contextlib.nullcontext):
         del trainer.compute_loss
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     return steps, losses, handle
+
+
+def on(event, function):
+    """A callback of a trainer that calls a function of its state, and of what it is given."""
+    import transformers
+
+    def called(self, args, state, control, **given):
+        function(state, **given)
+
+    return type("Callback", (transformers.TrainerCallback,), {event: called})()
 
 
 def check_equal(ours, theirs):

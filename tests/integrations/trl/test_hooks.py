@@ -7,9 +7,8 @@ import torch
 
 from tests.integrations.packages import needed
 from tests.integrations.trl.kinds import make_trainer
-from tests.integrations.trl.runs import batch_of, make_model, run
+from tests.integrations.trl.runs import batch_of, make_model, on, run
 
-transformers = needed("transformers")
 needed("trl")
 from fastrl.integrations.transformers import last_hidden_states  # noqa: E402
 from fastrl.integrations.transformers.hooks import has_own_hooks  # noqa: E402
@@ -64,12 +63,11 @@ def test_hooks_on_the_head_do_not_fire_and_give_one_warning(register, tiny_path)
 
 @pytest.mark.parametrize("fused", [None, False])
 def test_a_hook_that_a_callback_registers_gives_a_warning(fused, tiny_path):
-    class Watching(transformers.TrainerCallback):
-        def on_train_begin(self, args, state, control, model=None, **_):
-            model.lm_head.register_forward_hook(lambda *_: None)
+    def watch(state, model, **_):
+        model.lm_head.register_forward_hook(lambda *_: None)
 
     trainer = make_trainer(tiny_path, **TWO_STEPS)
-    trainer.add_callback(Watching())
+    trainer.add_callback(on("on_train_begin", watch))
     (message,) = about_hooks(lambda: run(trainer, lambda t: use_fastrl(t, fused=fused)))
     assert message.startswith("hooks on the LM head (Linear) do not fire")
 

@@ -8,6 +8,7 @@ import torch
 
 import fastrl
 from tests.integrations.packages import needed
+from tests.integrations.trl.cases import CASES, LOSSES, SAMPLED, TOKENS, UNFUSED
 from tests.integrations.trl.kinds import KINDS, both, check_autocast, make_trainer
 from tests.integrations.trl.runs import operators, run
 
@@ -17,155 +18,37 @@ from fastrl.integrations.trl.saturation import METRIC  # noqa: E402
 
 #: Trainers whose losses TRL computes from log-probabilities.
 SCORED = ("SFT", "DPO", "KTO", "CPO", "ORPO", "TPO", "A2PO", "OnlineDPO")
-ACCUMULATED = {"gradient_accumulation_steps": 2}
-IN_PARTS = {"per_device_train_batch_size": 2, **ACCUMULATED}
-CHECKPOINTING = {"gradient_checkpointing": True}
-ADAPTED = {"peft_config": {"r": 2}, "learning_rate": 0.1}
-LORA = {"r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
-OF_HEAD = {**LORA, "target_modules": ["q_proj", "lm_head"]}
-PROMPT = {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 2}
-PREFIX = {**PROMPT, "peft_type": "PREFIX_TUNING"}
-PROMPTS = {"learning_rate": 0.05, "beta": 0.0, "num_iterations": 2, "epsilon": 0.05}
-CLIPPED = {"num_iterations": 2, "epsilon": 0.1}
-FULL = {"distillation_mode": "full_logits", "distillation_alpha": 0.5}
-OWN = {"lmbda": 1.0, **ACCUMULATED}
-OF_DATA = {"beta": 0.0, "lmbda": 0.0, "temperature": 0.7}
-TOKENS = {"distillation_objective": "iw_opd"}
-SAMPLED = {"distillation_mode": "sampled_token", "distillation_alpha": 1.0}
-TOP = {"distillation_mode": "topk_logits", "distillation_topk": 5}
-LIVE = {"teacher_model_kind": "live"}
-BASE = {"teacher_model_kind": "base"}
-OF_SEQUENCES = {"importance_sampling_level": "sequence"}
-RATIOS = {"num_iterations": 2, "gradient_accumulation_steps": 1}
-#: The options with which each trainer is compared; those of GRPO's loss are in
-#: test_losses_of_trl.py.
-CASES = {
-    "GRPO": {
-        "prompt": {**PROMPTS, "peft_config": PROMPT},
-        "prompt and KL": {**PROMPTS, "peft_config": PROMPT, "beta": 0.04},
-        "prefix": {**PROMPTS, "peft_config": PREFIX},
-        "prefix and KL": {**PROMPTS, "peft_config": PREFIX, "beta": 0.04},
-    },
-    "RLOO": {
-        "no KL": {**CLIPPED, "beta": 0.0},
-        "KL": {**CLIPPED, "beta": 0.04},
-    },
-    "SFT": {
-        "in parts": IN_PARTS,
-        "dft": {"loss_type": "dft"},
-        "packed": {"packing": True, "max_length": 8, "packing_strategy": "wrapped"},
-        "unpadded": {"completion_only_loss": False, "padding_free": True, "max_length": None},
-        "smoothed": {"label_smoothing_factor": 0.1},
-        "LoRA": {**ADAPTED, **CHECKPOINTING},
-        "prompt": {**ADAPTED, "peft_config": PROMPT},
-    },
-    "DPO": {
-        "": {},
-        "weights": {"use_weighting": True, "ld_alpha": 0.5, **IN_PARTS},
-        "several losses": {"loss_type": ["sigmoid", "sft", "ipo"]},
-        "precomputed": {"precompute_ref_log_probs": True},
-    },
-    "KTO": {
-        "": {},
-        "unpaired": {"loss_type": "apo_zero_unpaired", **IN_PARTS},
-        "precomputed": {"precompute_ref_log_probs": True},
-        "LoRA": {**ADAPTED, **CHECKPOINTING},
-        "prompt": {**ADAPTED, "peft_config": PROMPT},
-    },
-    "CPO": {
-        "in parts": IN_PARTS,
-        "simpo": {"loss_type": "simpo", "cpo_alpha": 0.0},
-        "ipo": {"loss_type": "ipo"},
-        "LoRA": {**ADAPTED, **CHECKPOINTING},
-    },
-    "ORPO": {"in parts": IN_PARTS, "LoRA": {**ADAPTED, **CHECKPOINTING}},
-    "TPO": {
-        "in parts": IN_PARTS,
-        "no references": {"loss_type": "tpo-l", "tpo_alpha": 0.0},
-        "LoRA": {**ADAPTED, **CHECKPOINTING},
-    },
-    "A2PO": {"": {}},
-    "OnlineDPO": {
-        "": {},
-        "truncated": {"max_length": 8},
-        "no prompts": {"max_length": 5},
-        "LoRA": {**ADAPTED, **CHECKPOINTING},
-    },
-    "Distillation": {
-        "forward": {"beta": 0.0},
-        "JS": {"beta": 0.3, "temperature": 0.7},
-        "reverse, accumulated": {"beta": 1.0, **ACCUMULATED},
-        "bf16, whose autocast TRL loses": {"beta": 1.0, "bf16": True},
-        "checkpointing": {"beta": 0.5, **CHECKPOINTING},
-        "LoRA": {"beta": 0.5, "peft_config": LORA},
-    },
-    "GKD": {
-        "forward, its own": {"beta": 0.0, "lmbda": 1.0},
-        "JS of the data": {"beta": 0.5, "lmbda": 0.0, **ACCUMULATED},
-        "reverse": {"beta": 1.0, "temperature": 0.5},
-        "the teacher's": {"lmbda": 0.0, "seq_kd": True},
-        "LoRA": {"peft_config": LORA, **CHECKPOINTING},
-    },
-    "GOLD": {
-        "forward": OF_DATA,
-        "its own": {"beta": 0.3, **OWN},
-        "reverse": {"beta": 1.0, "temperature": 1.5},
-    },
-    "IWOPD": {
-        "tokens": {**TOKENS, "iw_opd_gamma": 0.7},
-        "tokens, accumulated": {**TOKENS, **ACCUMULATED, "temperature": 0.7},
-        "forward": OF_DATA,
-        "its own": {"beta": 0.3, **OWN},
-        "reverse": {"beta": 1.0},
-    },
-    "SDFT": {
-        "sampled": SAMPLED,
-        "full": {"distillation_alpha": 0.3, "temperature": 0.7},
-        "forward, ratios": {**RATIOS, "distillation_alpha": 0.0},
-        "top": {**TOP, **ACCUMULATED},
-        "top and a tail": {**TOP, "distillation_add_tail": True},
-        "live": LIVE,
-        "live, top": {**TOP, **LIVE},
-        "base, LoRA": {**BASE, "peft_config": LORA},
-        "base, LoRA on the head": {**BASE, "peft_config": OF_HEAD},
-        "average, LoRA on the head": {**TOP, "teacher_model_kind": "ema", "peft_config": OF_HEAD},
-        "average": {"teacher_model_kind": "ema", "teacher_update_rate": 0.5},
-        "tokens skipped": {"num_loss_tokens_to_skip": 2},
-    },
-    "SDPO": {
-        "sampled, ratios": RATIOS,
-        "full and a policy loss": {**RATIOS, **FULL, "distillation_weight": 0.4},
-        "sequences": {**OF_SEQUENCES, **RATIOS, "distillation_weight": 0.0},
-        "top": {**TOP, "distillation_alpha": 1.0},
-        "live, LoRA": {**LIVE, "peft_config": LORA},
-    },
-}
-
-
-def of_all(cases):
-    """Parametrize over the cases of each kind."""
-    rows = [(kind, name) for kind, of_kind in cases.items() for name in of_kind]
-    return pytest.mark.parametrize(("kind", "name"), rows, ids=[", ".join(row) for row in rows])
 
 
 def test_every_kind_is_compared():
     assert CASES.keys() == KINDS.keys()
 
 
-@of_all(CASES)
+ROWS = [(kind, name) for kind, of_kind in CASES.items() for name in of_kind]
+
+
+@pytest.mark.parametrize(("kind", "name"), ROWS, ids=[", ".join(row) for row in ROWS])
 def test_steps_are_equal(kind, name, tiny_path):
-    """Losses, logs and weights; and the handle tells whether the loss is fastrl's."""
-    row, options = KINDS[kind], CASES[kind][name]
-    options = {"max_steps": 2 if kind in SCORED else 3, **options}
-    handle, steps = both(tiny_path, kind, **options)
-    metric = row.metric
-    if options.get("distillation_objective"):
-        metric = "iw_opd/mean_abs_advantage"
-    assert handle.fused == (row.fused and "distillation_objective" not in options)
-    assert (handle.reason is None) == handle.fused
+    """Losses, logs and weights; and the handle tells whether the loss is fastrl's.
+
+    Two policies have ratios, whose saturation is logged; some ratios are clipped.
+    """
+    row, options = KINDS[kind], {"max_steps": 2 if kind in SCORED else 3, **CASES[kind][name]}
+    use = options.pop("use", {})
+    handle, steps = both(tiny_path, kind, use=use, **options)
+    by_tokens = "distillation_objective" in options
+    unfused = by_tokens or (kind == "GRPO" and name in UNFUSED) or use.get("fused") is False
+    assert handle.fused == (handle.reason is None) == (row.fused and not unfused)
     if kind in SCORED:
         assert handle.reason == f"TRL computes the loss of a {kind}Trainer, from log-probabilities"
+    twice = options.get("num_iterations") == 2
+    if kind == "GRPO":
+        assert (METRIC in steps[0]) == (handle.fused and (twice or options.get("beta", 0) > 0))
+    if kind == "GRPO" and twice and name in LOSSES:
+        metrics = ("clip_ratio/region_mean", "cispo_clip_ratio")
+        assert max(step.get(metric, 0) for step in steps for metric in metrics) > 0
     if options.get("distillation_weight") != 0:
+        metric = "iw_opd/mean_abs_advantage" if by_tokens else row.metric
         assert max(abs(step[metric]) for step in steps) > 1e-3
 
 

@@ -156,23 +156,21 @@ def test_a_copy_of_the_head_has_the_mean_gradient_of_the_ranks(settings, right, 
     assert near == right
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
-def test_each_rank_replays_the_tokens_it_kept(layout, on_ranks):
-    """Both losses are over sets, which are checked to have the tokens that the rank sampled."""
-    uses = {fused: {"fused": fused, "replay_kept_tokens": True} for fused in (True, False)}
-    found = on_ranks(layout, uses, **GRPO, top_p=0.6, max_completion_length=20)
-    for mine, others in zip(found[True], found[False], strict=True):
-        assert mine["losses"] == pytest.approx(others["losses"], abs=1e-4)
-    check_equal(found[True][0]["steps"], found[False][0]["steps"])
-    assert max(step["entropy"] for step in found[True][0]["steps"]) < 2.5
+FEW = {"top_p": 0.6, "max_completion_length": 20}
+#: Two ways to the same numbers from what each rank's sampler recorded: its sets, which must have
+#: the tokens that it sampled, and its likeliest tokens, with metrics of all ranks.
+RECORDED = {
+    "replay_kept_tokens": ({"replay_kept_tokens": True}, "fused", GRPO, "entropy", (0, 2.5)),
+    "score_centering": ({"score_centering": 5}, "packed", {}, "fastrl/head_kl", (0.01, 0.52)),
+}
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
-def test_ranks_center_scores(layout, on_ranks):
-    """On packed rows and on padded ones alike, with metrics of all ranks."""
-    uses = {packed: {"packed": packed, "score_centering": 5} for packed in (True, False)}
-    found = on_ranks(layout, uses, top_p=0.6, max_completion_length=20)
+@pytest.mark.parametrize("name", RECORDED)
+def test_what_each_sampler_recorded(name, layout, on_ranks):
+    use, way, options, metric, (low, high) = RECORDED[name]
+    found = on_ranks(layout, {x: {**use, way: x} for x in (True, False)}, **options, **FEW)
     for mine, others in zip(found[True], found[False], strict=True):
         assert mine["losses"] == pytest.approx(others["losses"], abs=1e-4)
     check_equal(found[True][0]["steps"], found[False][0]["steps"])
-    assert all(0.01 < step["fastrl/head_kl"] < 0.52 for step in found[True][0]["steps"])
+    assert all(low < step[metric] < high for step in found[True][0]["steps"])

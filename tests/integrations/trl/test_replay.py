@@ -7,11 +7,9 @@ import torch
 
 from tests.integrations.packages import needed
 from tests.integrations.trl.kinds import make_trainer
-from tests.integrations.trl.runs import VOCABULARY
+from tests.integrations.trl.runs import VOCABULARY, on
 
 trl = needed("trl")
-from transformers import TrainerCallback  # noqa: E402
-
 from fastrl.integrations.trl import use_fastrl  # noqa: E402
 from fastrl.integrations.trl.handle import Choices  # noqa: E402
 from fastrl.integrations.trl.loss import can_be_fused  # noqa: E402
@@ -269,14 +267,13 @@ def test_after_undo_nothing_is_left_of_the_sets(tiny_path):
     handle = use_fastrl(trainer, replay_kept_tokens=True)
     steps = []
 
-    class Undoing(TrainerCallback):
-        def on_step_end(self, args, state, control, **others):
-            steps.append(trainer._buffered_inputs[0].keys())
-            if len(steps) == 1:
-                handle.undo()
-                use_fastrl(trainer)
+    def undo(state, **_):
+        steps.append(trainer._buffered_inputs[0].keys())
+        if len(steps) == 1:
+            handle.undo()
+            use_fastrl(trainer)
 
-    trainer.add_callback(Undoing())
+    trainer.add_callback(on("on_step_end", undo))
     trainer.train()
     assert ["kept_tokens" in names for names in steps] == [True, False]
     assert trainer.state.log_history[1]["clip_ratio/region_mean"] == 0
