@@ -100,29 +100,17 @@ def test_parameters_are_counted(tmp_path, tied):
 
 
 ON = {"gradient_checkpointing": True, "mlp_tile": 512}
+ROWS = {**ON, "tokens_per_micro_batch": 1024}
+BITS = {**ON, "optimizer": "adamw_8bit", "freeze_head": True}
 Q8 = {"vocab_size": 8000, "num_hidden_layers": 8}
 Q151 = {"vocab_size": 151936, "tie_word_embeddings": True}
-# by bench/studies/train_memory.py: MB, prompts, completions of each, their tokens, sizes, settings
+L32 = {"kind": "llama", "vocab_size": 32000, "tie_word_embeddings": True}
+# by bench/train_memory.py: MB, prompts, completions of each, their tokens, sizes, settings
 MEASURED = {
-    "rows-of-1k": (93, (2, 8, 64, 448), Q8, {**ON, "tokens_per_micro_batch": 1024}),
-    "8-bit-freeze-head": (
-        84,
-        (1, 4, 64, 448),
-        Q8,
-        {**ON, "optimizer": "adamw_8bit", "freeze_head": True},
-    ),
-    "large-vocabulary-4k": (
-        515,
-        (1, 8, 64, 448),
-        Q151,
-        {**ON, "tokens_per_micro_batch": 1024},
-    ),
-    "long-prompts": (
-        208,
-        (1, 16, 1000, 200),
-        {"kind": "llama", "vocab_size": 32000, "tie_word_embeddings": True},
-        {"gradient_checkpointing": True},
-    ),
+    "rows-of-1k": (93, (2, 8, 64, 448), Q8, ROWS),
+    "8-bit-freeze-head": (84, (1, 4, 64, 448), Q8, BITS),
+    "large-vocabulary-4k": (515, (1, 8, 64, 448), Q151, ROWS),
+    "long-prompts": (208, (1, 16, 1000, 200), L32, {"gradient_checkpointing": True}),
 }
 
 

@@ -1,5 +1,6 @@
 """`replay_kept_tokens`: a trainer's log-probabilities are those that its sampler sampled with."""
 
+import functools
 import warnings
 
 import pytest
@@ -19,6 +20,7 @@ from fastrl.ops.kept_tokens import KeptTokens  # noqa: E402
 SCORES, LOSS = "_get_per_token_logps_and_entropies", "_compute_loss"
 GENERATE, BATCH = "_generate_single_turn", "_generate_and_score_completions"
 
+LORA = {"r": 2, "target_modules": ["q_proj"]}
 TWICE = {"num_iterations": 2, "epsilon": 0.05}
 CASES = {
     "top_p": {"top_p": 0.7},
@@ -42,7 +44,7 @@ CASES = {
     "TRL's loss": {"top_p": 0.7, "loss_type": "vespo", **TWICE},
     "RLOO": {"kind": "RLOO", "top_p": 0.7, "learning_rate": 0.02, "beta": 0.04},
     "RLOO, twice": {"kind": "RLOO", "top_p": 0.7, "learning_rate": 0.02, "num_iterations": 2},
-    "an adapter": {"top_p": 0.7, "peft_config": "q_proj", "beta": 0.04, **TWICE},
+    "an adapter": {"top_p": 0.7, "peft_config": LORA, "beta": 0.04, **TWICE},
     "suppressed tokens": {
         "top_k": 9,
         "generation_kwargs": {"suppress_tokens": [5, 6, 7], "renormalize_logits": True},
@@ -66,17 +68,14 @@ def sampled(monkeypatch):
     return steps
 
 
-def gaps(path, sampled, *, replay, kind="GRPO", peft_config=None, packed=None, **options):
+def gaps(path, sampled, *, replay, kind="GRPO", packed=None, **options):
     """Train two steps; compare what is scored with what was sampled.
 
     Returns:
         The handle, the differences of the new log-probabilities in the first step, those of old and
         reference ones in the first batch, and how many tokens were kept for each.
     """
-    if peft_config is not None:
-        peft_config = needed("peft").LoraConfig(r=2, target_modules=[peft_config])
-    options = {"max_steps": 2, "peft_config": peft_config, **options}
-    trainer = make_trainer(path, kind, **options)
+    trainer = make_trainer(path, kind, **{"max_steps": 2, **options})
     handle = use_fastrl(trainer, replay_kept_tokens=replay, packed=packed)
     generate, score, compute = (getattr(trainer, name) for name in (BATCH, SCORES, LOSS))
     new, others, counts, scored = [], [], [], []
@@ -188,76 +187,73 @@ def trainer(trainers):
     return trainers("GRPO", top_p=0.7)
 
 
-GENERATIONS = {
-    "RepetitionPenaltyLogitsProcessor": {"repetition_penalty": 1.2},
-    "SequenceBiasLogitsProcessor": {"generation_kwargs": {"sequence_bias": [[[5], 2.0]]}},
-    "temperature 1.0 with replay_kept_tokens, got 0.5": {"generation_kwargs": {"temperature": 0.5}},
-    "temperature 0.7 with replay_kept_tokens, got 1.0": {
-        "temperature": 0.7,
-        "generation_kwargs": {"temperature": 1.0},  # transformers has no processor for it
-    },
-    "a generation by greedy_search": {"generation_kwargs": {"do_sample": False}},
-    "a generation by beam_sample": {"generation_kwargs": {"num_beams": 2}},
-}
+def rewritten(own, *given, **options):
+    completions, logprobs = own(*given, **options)
+    return [[3] * len(ids) for ids in completions], logprobs
 
 
-@pytest.mark.parametrize("sentence", GENERATIONS)
-def test_a_generation_with_another_distribution_is_refused(sentence, tiny_path):
-    options = {"top_p": 0.7, **GENERATIONS[sentence]}
-    trainer = make_trainer(tiny_path, **options)
-    use_fastrl(trainer, replay_kept_tokens=True)
-    with pytest.raises(ValueError, match=sentence):
-        trainer.train()
-    assert "_get_logits_processor" not in trainer.model.__dict__
+def written(own, prompts, *_, **__):
+    return [[3, 4] for _ in prompts], None
 
 
-def test_completions_of_another_sampler_stop_the_run(tiny_path, monkeypatch):
-    own = getattr(trl.GRPOTrainer, GENERATE)
-
-    def rewritten(self, *arguments, **options):
-        completions, logprobs = own(self, *arguments, **options)
-        return [[3] * len(ids) for ids in completions], logprobs
-
-    def written(self, prompts, *_, **__):
-        return [[3, 4] for _ in prompts], None
-
-    for changed, sentence in (
-        (rewritten, "its set lacks, 3 at place 0"),
-        (written, "sampled 0 for"),
-    ):
-        monkeypatch.setattr(trl.GRPOTrainer, GENERATE, changed)
-        trainer = make_trainer(tiny_path, top_k=2)
-        use_fastrl(trainer, replay_kept_tokens=True)
-        with pytest.raises(RuntimeError, match=sentence):
-            trainer.train()
-
-
-def reversed_batch(generate, inputs):
-    batch = generate(inputs)
+def flipped(own, inputs):
+    batch = own(inputs)
     return batch | {"completion_ids": batch["completion_ids"].flip(0)}
 
 
-def generated_twice(generate, inputs):
-    batch = generate(inputs)
-    generate(inputs)
+def generated_twice(own, inputs):
+    batch = own(inputs)
+    own(inputs)
     return batch
 
 
-def cut_batch(generate, inputs):
-    batch = generate(inputs)
+def cut(own, inputs):
+    batch = own(inputs)
     return batch | {"completion_ids": batch["completion_ids"][:-1]}
 
 
-@pytest.mark.parametrize("changed", [reversed_batch, generated_twice, cut_batch])
-def test_a_subclass_with_batches_of_its_own_is_refused(changed, tiny_path, monkeypatch):
-    own = getattr(trl.GRPOTrainer, BATCH)
-    monkeypatch.setattr(
-        trl.GRPOTrainer, BATCH, lambda self, inputs: changed(lambda x: own(self, x), inputs)
-    )
-    trainer = make_trainer(tiny_path, top_p=0.7)
+OTHER = {"temperature": 0.7, "generation_kwargs": {"temperature": 1.0}}  # which needs no processor
+MIXED = "does not return the completions of its last generation"
+#: Options, another method of the trainer, and what the error says.
+STOPPED = [
+    ({"repetition_penalty": 1.2}, None, "RepetitionPenaltyLogitsProcessor"),
+    (
+        {"generation_kwargs": {"sequence_bias": [[[5], 2.0]]}},
+        None,
+        "SequenceBiasLogitsProcessor",
+    ),
+    (
+        {"generation_kwargs": {"temperature": 0.5}},
+        None,
+        "temperature 1.0 with replay_kept_tokens, got 0.5",
+    ),
+    (OTHER, None, "temperature 0.7 with replay_kept_tokens, got 1.0"),
+    ({"generation_kwargs": {"do_sample": False}}, None, "a generation by greedy_search"),
+    ({"generation_kwargs": {"num_beams": 2}}, None, "a generation by beam_sample"),
+    ({"top_k": 2}, (GENERATE, rewritten), "its set lacks, 3 at place 0"),
+    ({"top_k": 2}, (GENERATE, written), "sampled 0 for"),
+    ({}, (BATCH, flipped), MIXED),
+    ({}, (BATCH, generated_twice), MIXED),
+    ({}, (BATCH, cut), MIXED),
+]
+
+
+@pytest.mark.parametrize(("options", "changed", "sentence"), STOPPED)
+def test_a_generation_that_cannot_be_replayed_stops_the_run(
+    options, changed, sentence, tiny_path, monkeypatch
+):
+    """Other distributions, completions of another sampler, and a subclass with its own batches."""
+    if changed is not None:
+        name, change = changed
+        own = getattr(trl.GRPOTrainer, name)
+        method = lambda self, *given, **x: change(functools.partial(own, self), *given, **x)  # noqa: E731
+        monkeypatch.setattr(trl.GRPOTrainer, name, method)
+    trainer = make_trainer(tiny_path, **{"top_p": 0.7, **options})
     use_fastrl(trainer, replay_kept_tokens=True)
-    with pytest.raises(ValueError, match="does not return the completions of its last generation"):
+    error = RuntimeError if "top_k" in options else ValueError
+    with pytest.raises(error, match=sentence):
         trainer.train()
+    assert "_get_logits_processor" not in trainer.model.__dict__
 
 
 def test_after_undo_nothing_is_left_of_the_sets(tiny_path):

@@ -210,15 +210,22 @@ def test_options_that_change_later_are_refused(made):
 
 def without_mask(outputs):
     outputs[1].outputs[0].sampling_mask = None
+    return outputs
 
 
 def short_mask(outputs):
     outputs[1].outputs[0].sampling_mask.token_ids.pop()
+    return outputs
 
 
 def other_sets(outputs):
     one = outputs[1].outputs[0]
     one.sampling_mask.token_ids[0] = [(one.token_ids[0] + 1) % VOCABULARY]
+    return outputs
+
+
+def in_another_order(generated):
+    return [of_all[::-1] for of_all in generated]
 
 
 @pytest.mark.parametrize(
@@ -227,38 +234,19 @@ def other_sets(outputs):
         (without_mask, "a completion without the tokens that it kept"),
         (short_mask, "outputs must have a set for each token"),
         (other_sets, "a token that its set lacks, .* at place 0"),
+        (in_another_order, "4 completions, and the 4 that vLLM generated are others"),
     ],
 )
 def test_sets_that_do_not_fit_stop_the_run(change, sentence, made, monkeypatch):
-    own = LLM.generate
-
-    def changed(self, *arguments, **options):
-        outputs = own(self, *arguments, **options)
-        change(outputs)
-        return outputs
-
-    monkeypatch.setattr(LLM, "generate", changed)
     trainer = made()
+    owner, name = (type(trainer), GENERATE) if change is in_another_order else (LLM, "generate")
+    own = getattr(owner, name)
+    changed = lambda self, *given, **options: change(own(self, *given, **options))  # noqa: E731
+    monkeypatch.setattr(owner, name, changed)
     use_fastrl(trainer, replay_kept_tokens=True)
     with pytest.raises((RuntimeError, ValueError), match=sentence):
         trainer.train()
     assert "generate" not in trainer.vllm_generation.llm.__dict__
-
-
-def test_completions_in_another_order_stop_the_run(made, monkeypatch):
-    own = type(made()).__dict__[GENERATE]
-
-    def turned(self, *arguments, **options):
-        completions, logprobs = own(self, *arguments, **options)
-        return completions[::-1], logprobs[::-1]
-
-    trainer = made()
-    monkeypatch.setattr(type(trainer), GENERATE, turned)
-    use_fastrl(trainer, replay_kept_tokens=True)
-    with pytest.raises(
-        RuntimeError, match="4 completions, and the 4 that vLLM generated are others"
-    ):
-        trainer.train()
 
 
 def test_a_patched_engine_stays_patched(made):
