@@ -225,7 +225,7 @@ def other_sets(outputs):
 
 
 def in_another_order(generated):
-    return [of_all[::-1] for of_all in generated]
+    return tuple(of_all[::-1] for of_all in generated)
 
 
 @pytest.mark.parametrize(
