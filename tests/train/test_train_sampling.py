@@ -173,6 +173,6 @@ def test_the_correction_is_on_where_sampler_and_trainer_can_differ():
     half = {"precision": "bfloat16"}
     assert rollout_correction(GrpoConfig()) is None
     assert rollout_correction(GrpoConfig(**half, rollout_correction="none")) is None
-    for options in (half, {"weights": "bfloat16"}, {"sampler": "vllm"}):
+    for options in (half, {"weights": "bfloat16"}, {"sampler": "vllm"}, {"sampler": "own:sampler"}):
         found = rollout_correction(GrpoConfig(**options))
         assert (found.kind, found.level, found.high) == ("truncate", "token", 2.0)

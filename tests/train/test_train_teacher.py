@@ -1,5 +1,6 @@
 """Distillation: the divergence from a teacher beside the reward, or alone."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -140,7 +141,9 @@ def test_beside_a_reward_every_completion_is_learned_from(small, teacher):
 
 def test_over_the_tokens_that_were_kept_all_is_finite(small, teacher):
     small |= {"teacher": teacher, "teacher_coef": 0.7, "group_size": 4, "top_p": 0.9}
-    for row in rows(run("grpo", small, kl_coef=0.1, minibatches=2, steps=2).directory)[1:]:
+    directory = run("grpo", small, kl_coef=0.1, minibatches=2, steps=2).directory
+    assert json.loads((directory / "config.json").read_text())["teacher"] == teacher
+    for row in rows(directory)[1:]:
         assert 1 < row["kept_tokens"] < TOKENS
         assert row["kept_lacking"] == 0
         assert 0 < row["divergence"] < math.inf
