@@ -335,11 +335,11 @@ class ReduceMetricsCall(Call):
             self.drawn[name] = np.where(self.active > 0, self.drawn[name], 0.0)
         self.drawn["active_tokens"] = self.active
         dtype = getattr(torch, case.dtype)
-        metrics = [
+        parts = [
             {name: torch.tensor(values[i], dtype=dtype) for name, values in self.drawn.items()}
             for i in range(count)
         ]
-        self.given = {"metrics": metrics[0] if count == 1 else metrics, **case.parameters}
+        self.given = {"metrics": parts[0] if count == 1 else parts, **case.parameters}
 
     def results(self, result: Any) -> dict[str, Tensor | None]:
         return result

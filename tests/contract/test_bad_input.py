@@ -17,7 +17,7 @@ import fastrl
 from fastrl import Objective
 from fastrl.native import missing
 
-RETURNS = ("gae", "discounted_returns")
+TEXTS = ("bad_losses.txt", "bad_calls.txt")
 KINDS = {"TypeError": TypeError, "ValueError": ValueError}
 
 
@@ -122,13 +122,18 @@ NAMES = {
 
 
 def rows():
-    found = []
-    for name in ("bad_losses.txt", "bad_calls.txt"):
-        text = Path(__file__).with_name(name).read_text()
-        for row in text.replace("\n    ", "  ").splitlines():
-            both = RETURNS if row.startswith("returns(") else ("returns",)
-            found += [row.replace("returns(", f"{name}(", 1) for name in both]
-    return [row for row in found if row and not row.startswith("#")]
+    texts = [Path(__file__).with_name(name).read_text() for name in TEXTS]
+    found = "".join(texts).replace("\n    ", "  ").splitlines()
+    return [one for row in found if row and not row.startswith("#") for one in each_of(row)]
+
+
+def each_of(row):
+    """A row with `a|b` is one for each of these names, which is `$` in the message."""
+    several = re.search(r"\w+(?:\|\w+)+", row)
+    if several is None:
+        return [row]
+    names = several[0].split("|")
+    return [one for x in names for one in each_of(row.replace(several[0], x).replace("$", x))]
 
 
 def refuses(call, error, message):

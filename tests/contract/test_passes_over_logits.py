@@ -102,39 +102,3 @@ def test_options_cost_a_pass_only_where_they_are_used():
     with Passes() as masked:
         logprobs(logits, ids, mask=mask)
     assert masked.passes <= 3 / B, masked.names  # masked rows are left out
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("softcap", [None, 3.0])
-def test_blocks_change_no_result(monkeypatch, temperature, softcap):
-    logits, ids = drawn(peak=5.0)
-    logits[1, 3:] = -torch.inf
-    logits[2, :, ::3] = -torch.inf
-    mask = torch.rand(B, T) > 0.3
-    mask[3] = False
-    logits[~mask] = torch.nan
-
-    def found(size, sliced):
-        monkeypatch.setattr(row_blocks, "_CPU_BYTES", size)
-        leaf = logits.clone().requires_grad_()
-        of = slice(1, None) if sliced else slice(None)
-        stats = fastrl.token_stats(
-            leaf[:, of],
-            ids[:, of],
-            outputs=("logprobs", "entropy", "logsumexp", "sum_sq_probs", "is_top1"),
-            mask=mask[:, of],
-            temperature=temperature,
-            logit_softcap=softcap,
-            backend="reference",
-        )
-        for x in stats[:3]:
-            x[x.isfinite()].sum().backward(retain_graph=True)
-        assert not leaf.grad[~mask].any()
-        return [*stats, leaf.grad]
-
-    for sliced in (False, True):
-        whole = found(2**30, sliced)
-        for rows in (1, 5, 2 * T):
-            some = found(rows * V * 4 // torch.get_num_threads(), sliced)
-            for x, y in zip(some, whole, strict=True):
-                torch.testing.assert_close(x, y, equal_nan=True, rtol=1e-6, atol=1e-7)
