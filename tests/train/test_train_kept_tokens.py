@@ -17,8 +17,8 @@ from fastrl.train.loading import character_tokenizer
 from fastrl.train.metrics import lengths
 from fastrl.train.own_completions import checked_completion
 from fastrl.train.policy import completion_logprobs
-from fastrl.train.rollout import Completion, concatenate, rollout_of
-from fastrl.train.sampling import Sampler, TokenCount
+from fastrl.train.rollout import Completion, TokenCount, concatenate, rollout_of
+from fastrl.train.sampling import Sampler
 from tests.train.packed import TEXTS, padded, plain, prompts_of, sample
 from tests.train.runs import rows, run
 

@@ -17,7 +17,7 @@ from fastrl.train.config import GrpoConfig
 from fastrl.train.loading import character_tokenizer
 from fastrl.train.metrics import MetricMeans
 from fastrl.train.plan import report
-from fastrl.train.teacher_model import TeacherModel
+from fastrl.train.second_models import TeacherModel
 from tests.train.packed import (
     ADVANTAGES,
     assert_equal,

@@ -13,8 +13,7 @@ from fastrl.train.groups import SampledGroups, compared, informative
 from fastrl.train.metrics import lengths, reward_std
 from fastrl.train.prompts import Prompt
 from fastrl.train.rewards import Scored
-from fastrl.train.rollout import Completion, rollout_of
-from fastrl.train.sampling import TokenCount
+from fastrl.train.rollout import Completion, TokenCount, rollout_of
 from tests.train.runs import LOOPS, asked, rewards_of, rows, run, saved
 
 NAN = math.nan
