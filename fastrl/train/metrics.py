@@ -75,28 +75,21 @@ def lengths(rollout: Rollout, computed: TokenCount) -> dict[str, float]:
     ``kept_tokens`` is the mean number of tokens that the sampler kept, and ``kept_lacking`` the
     share of sampled tokens that are not among them. Completions that do not exist do not count.
     """
-    present = rollout.mask.any(1)
-    kept = {}
-    if rollout.kept is not None and present.any():
-        counts, lacking = rollout.kept.counts(), rollout.kept.lacking(rollout.token_ids)
-        sampled = rollout.mask.sum()
-        kept = {
-            "kept_tokens": float(counts.view(rollout.mask.shape)[rollout.mask].double().mean()),
-            "kept_lacking": float((lacking & rollout.mask).sum().double() / sampled),
-        }
-    means = {}
-    if present.any():
-        means = {
-            "length": float(rollout.mask[present].sum(1).double().mean()),
-            "truncated": float(rollout.truncated[present].double().mean()),
-        }
-    return {
-        **kept,
+    row = {
         "tokens": float(rollout.mask.sum()),
-        **means,
         "real_tokens": float(computed.real),
         "padded_tokens": float(computed.padded),
     }
+    present = rollout.mask.any(1)
+    if not present.any():
+        return row
+    row["length"] = float(rollout.mask[present].sum(1).double().mean())
+    row["truncated"] = float(rollout.truncated[present].double().mean())
+    if rollout.kept is not None:
+        counts, lacking = rollout.kept.counts(), rollout.kept.lacking(rollout.token_ids)
+        row["kept_tokens"] = float(counts.view(rollout.mask.shape)[rollout.mask].double().mean())
+        row["kept_lacking"] = float(lacking[rollout.mask].double().mean())
+    return row
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
