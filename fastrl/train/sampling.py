@@ -8,13 +8,12 @@ from typing import Any
 import torch
 
 from fastrl import RolloutCorrection
+from fastrl.train import transformers_sampler, vllm_sampler
 from fastrl.train.config import RunConfig
 from fastrl.train.endings import Endings
 from fastrl.train.own_completions import checked_completion
 from fastrl.train.prompts import Prompt
 from fastrl.train.rollout import Completion, Rollout, rollout_of
-from fastrl.train.transformers_sampler import TransformersEngine
-from fastrl.train.vllm_sampler import VllmEngine
 
 #: Completes token ids.
 Complete = Callable[[list[list[int]]], list[Completion]]
@@ -34,7 +33,8 @@ class Sampler:
     def __init__(self, model: Any, tokenizer: Any, config: RunConfig) -> None:
         self._model, self._tokenizer, self._config = model, tokenizer, config
         self.endings = Endings(model, tokenizer, config)
-        engine = VllmEngine if config.sampler == "vllm" else TransformersEngine
+        by_vllm = config.sampler == "vllm"
+        engine = vllm_sampler.VllmEngine if by_vllm else transformers_sampler.TransformersEngine
         self.engine = engine(model, tokenizer, config, self.endings)
         self._own: RolloutFunction | None = None  # the user's, in place of one completion each
         if config.sampler not in ("vllm", "transformers"):
