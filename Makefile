@@ -179,7 +179,7 @@ targets: $(VENV)/.installed-triton
 	$(PY) bench/gpu_cost/targets.py $(ARGS)
 
 # On a machine with a GPU, which may have no network: GPU_PYTHON is used as it is. It needs a CUDA build
-# of torch, pytest, setuptools 77 and preferably ninja and pytest-xdist. tests/gpu/device/pieces.py lists the
+# of torch, numpy, pytest, setuptools 77 and preferably ninja and pytest-xdist. tests/gpu/device/pieces.py lists the
 # pieces and their steps, which `python -m tests.gpu.device.pieces STEP` runs alone.
 GPU_PYTHON ?= $(PYTHON)
 RESUME ?=

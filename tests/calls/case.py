@@ -68,7 +68,7 @@ SIMPLEST: dict[str, Any] = {
     "upstream": "ones",
     "kept": None,  # or how many tokens of the vocabulary a row has kept: one, few, ragged, all
     "inplace": False,
-    "autocast": False,
+    "autocast": None,  # or the dtype of it
     # a teacher
     "beta": 1.0,
     # its logits are near the student's, the same, or of hidden states; or K tokens are known

@@ -55,20 +55,20 @@ def spread(cases):
     return new + others
 
 
-def assert_value(backend, case):
+def assert_value(backend, case, device="cpu"):
     """Compare values and gradients of a case with the oracle's."""
     threads = torch.get_num_threads()  # which a case sets
     try:
-        found = examine(case, backend, "cpu")
+        found = examine(case, backend, device)
     finally:
         torch.set_num_threads(threads)
     assert not found.refused, case
     assert not found.differences, f"{case}: {'; '.join(map(str, found.differences))}"
 
 
-def assert_values(backend, function, *, some=1, **options):
+def assert_values(backend, function, *, some=1, device="cpu", **options):
     """Compare with the oracle in `some` times the usual number of combinations of options."""
     if function in IN_TORCH and backend in ("triton", "cuda"):
         pytest.skip("plain torch has no kernels")
     for case in cases(backend, function, options)[: some * SOME[backend]]:
-        assert_value(backend, case)
+        assert_value(backend, case, device)

@@ -2,7 +2,7 @@
 
 from math import inf
 
-from .row_options import BY, DTYPES, FLOATS, GPT2, KL, MASKS, STATISTICS, TOKENS, Table
+from .row_options import AUTOCAST, BY, DTYPES, FLOATS, GPT2, KL, MASKS, STATISTICS, TOKENS, Table
 
 ROWS = Table()
 row = ROWS.row
@@ -68,7 +68,7 @@ for function, inputs in (
         objective="reinforce",
         also=BY_WEIGHTS[:3],
         dtype=[*FLOATS, *([] if linear else ["float64"])],
-        autocast=[False, linear],
+        autocast=[None, "bfloat16" if linear else None],
         kept=[None, "one", "few", "ragged"],
         temperature=[1.0, 0.8, "per-token"],
         logit_scale=[1.0, 1.5],
@@ -146,9 +146,10 @@ row(
     vocabulary=77,
     hidden=8,
     mask=MASKS,
-    dtype=["float32", "bfloat16"],
+    dtype=FLOATS,
     bias=[False, True],
     lora=[0, 3],
+    autocast=AUTOCAST,
     chunk_tokens=[7, None],
     compact=[True, False],
     features=[(), *EXCLUDED],

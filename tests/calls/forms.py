@@ -10,15 +10,28 @@ from torch import Tensor
 from .call import Place
 from .case import Case
 from .oracle.bounded import Bounded, Doubts, of_results, where
-from .oracle.head import LinearHead
+from .oracle.head import ON_TILES, Entering, LinearHead, on_tensor_cores
 from .oracle.rows import Rows
 from .oracle.terms import zeros
 from .rows_data import LogitRows, logits_of, lowest_of, rows_of, wide_tensor
 from .tokens import as_held, flat_tensor, laid_out
 
-#: The gradient of the logits enters the GEMMs of two bfloat16 operands as the sum of two bfloat16
-#: on the matrix tiles of a CPU, and rounded to bfloat16 on the tensor cores of a GPU.
-ENTERING = {"cpu": 2.0**-16, "cuda": 2.0**-8}
+
+def multiplied(
+    case: Case, place: Place, hidden: np.ndarray, weight: np.ndarray, *dtypes: str
+) -> tuple[np.ndarray, np.ndarray, Entering]:
+    """Return what a GEMM multiplies, and what its products round.
+
+    On the kernels of GPUs operands have the dtype of autocast, else that of both if it has 16 bits.
+    """
+    on_gpu = place.device.startswith("cuda") and place.on_gpu_kernels
+    alike = dtypes[0] if len({*dtypes}) == 1 and dtypes[0] in ("bfloat16", "float16") else None
+    operand = case.autocast or alike
+    if not on_gpu or operand is None or "float64" in dtypes:
+        return hidden, weight, ON_TILES if alike == "bfloat16" else Entering()
+    if case.kept is not None and case.autocast is not None:
+        return hidden, weight, on_tensor_cores(operand, perhaps=True)
+    return as_held(hidden, operand), as_held(weight, operand), on_tensor_cores(operand)
 
 
 class OfLogits:
@@ -73,14 +86,15 @@ class OfHidden(OfLogits):
     def head(self) -> LinearHead:
         case, held = self.case, {name: values for name, (values, _) in self.numbers.items()}
         weight_dtype = self.numbers["weight"][1]
-        alike = case.dtype == weight_dtype == "bfloat16"
+        dtypes, hidden = (case.dtype, weight_dtype), held["hidden"][self.rows.active]
+        hidden, weight, entering = multiplied(case, self.place, hidden, held["weight"], *dtypes)
         return LinearHead(
-            held["hidden"][self.rows.active],
-            held["weight"],
+            hidden,
+            weight,
             held.get("bias"),
             (held["lora_a"], held["lora_b"], float(case.lora_scale)) if case.lora else None,
-            of_results(case.dtype, weight_dtype),
-            ENTERING[self.place.device.partition(":")[0]] if alike else 0.0,
+            of_results(*dtypes),
+            entering,
         )
 
     @functools.cached_property

@@ -11,6 +11,7 @@ class Table(dict):
 
 
 MASKS = ["all", "none", "holes", "ragged", "without-first", "one"]
+AUTOCAST = [None, "bfloat16", "float16"]  # which the tensor cores of GPUs follow
 FLOATS = ["float32", "bfloat16", "float16"]
 DTYPES = ["float64", *FLOATS]  # compiled backends take no float64
 LAYOUTS = ["contiguous", "odd", "sliced", "transposed", "strided"]

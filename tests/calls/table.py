@@ -14,6 +14,7 @@ from .case import LOSSES
 from .combined import each
 from .objectives import OWN
 from .row_options import (
+    AUTOCAST,
     BY,
     DTYPES,
     FLOATS,
@@ -297,7 +298,7 @@ row(
     lora=[0, 3],
     lora_scale=0.75,
     frozen=[(), ("hidden",), ("weight",)],
-    autocast=[False, True],
+    autocast=AUTOCAST,
     metrics=[True, False],
     features=[(), ("nan-row", "zero-advantages")],
     also=[{}, {"compact": False}, {"constants": "of-inference"}],
@@ -378,7 +379,16 @@ VIEWS = [*LAYOUTS, "shifted"]
 row("token_stats", "in place", **SIZE, **STATS, **IN_PLACE, logits_layout=VIEWS)
 row("logits_policy_loss", "in place", **SIZE, **BESIDE, **IN_PLACE, logits_layout=VIEWS)
 OF_HIDDEN |= {"outputs": STATISTICS, "upstream": ["random", "some-zero"]}
-row("linear_token_stats", **OF_HIDDEN, dtype=FLOATS, chunk_tokens=[1, 7, 64, None])
+row(
+    "linear_token_stats",
+    **OF_HIDDEN,
+    dtype=FLOATS,
+    weight_dtype=["like", "float32"],
+    lora=[0, 3],
+    autocast=AUTOCAST,
+    compact=[True, False],
+    chunk_tokens=[1, 7, 64, None],
+)
 
 KEPT = {"kept": ["one", "few", "ragged", "all"], "masked_values": "nan", "mask": "holes"}
 KEPT |= {"features": [(), ("ignored",)], "ignore_index": [-100, 0], **STATS, "sequences": 2}

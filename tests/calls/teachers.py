@@ -6,7 +6,7 @@ import numpy as np
 
 import fastrl
 
-from .forms import OfLogits
+from .forms import OfLogits, multiplied
 from .oracle.bounded import Arithmetic, of_results
 from .oracle.divergence import Divergence
 from .oracle.head import LinearHead
@@ -57,7 +57,10 @@ class TeacherRows:
             return TopTokens(student, rows.head(self.form.place), *known, self.form.x_error)
         if case.teacher == "hidden":
             hidden, weight = self.numbers
-            x, error = LinearHead(hidden[active], weight, None, None, self._arithmetic).logits()
+            operands = hidden[active], weight, self.dtype, self.dtype
+            hidden, weight, entering = multiplied(case, self.form.place, *operands)
+            head = LinearHead(hidden, weight, None, None, self._arithmetic, entering)
+            x, error = head.logits()
             error = rows.kept(np.broadcast_to(error, x.shape), 0.0)
         else:
             x, error = self.numbers[active], 0.0

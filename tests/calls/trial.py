@@ -71,7 +71,7 @@ class Trial:
             arguments["backend"] = self.place.backend
         with (
             modes.get(case.mode, contextlib.nullcontext)(),
-            torch.autocast("cpu", torch.bfloat16, enabled=case.autocast),
+            self._autocast(),
         ):
             if case.wrong is None:
                 return self.invoke(call.function, arguments)
@@ -84,6 +84,11 @@ class Trial:
         """Call a function of fastrl."""
         return getattr(fastrl, function)(**arguments)
 
+    def _autocast(self) -> contextlib.AbstractContextManager:
+        dtype = self.case.autocast
+        kind = torch.empty(0, device=self.place.device).device.type
+        return torch.autocast(kind, dtype and getattr(torch, dtype), enabled=dtype is not None)
+
     def moved(self, value: Any) -> Any:
         """Return a tensor on the device, or what a mapping or a list holds; a constant is made in
         inference mode where the case says so.
@@ -95,7 +100,7 @@ class Trial:
             return value._make(moved) if hasattr(value, "_make") else type(value)(moved)
         if not isinstance(value, Tensor) or value.requires_grad:
             return value
-        value = value.to(self.place.device)
+        value = _on(self.place.device, value)
         if self.case.constants == "usual":
             return value
         with torch.inference_mode():
@@ -103,7 +108,7 @@ class Trial:
 
     def leaf(self, value: Tensor) -> Tensor:
         """Return a tensor on the device that wants a gradient."""
-        return value.to(self.place.device).detach().requires_grad_()
+        return _on(self.place.device, value).detach().requires_grad_()
 
     def differentiate(
         self, leaves: dict[str, Tensor], outputs: list[Tensor], upstream: list[Tensor]
@@ -179,6 +184,15 @@ class Trial:
         within = f"within {errors[at]:.3g}" if kind != "bool" else ""
         count = f"{wrong.sum()} of {wrong.size} wrong"
         self._note(name, kind, f"got {got[at]}, want {values[at]} {within} {place}; {count}")
+
+
+def _on(device: str, x: Tensor) -> Tensor:
+    """Return a tensor on a device as it lies in memory, with what is beside it."""
+    if device == "cpu" or x.numel() == 0:
+        return x.to(device)
+    size = x.untyped_storage().nbytes() // x.element_size()
+    memory = x.as_strided((size,), (1,), 0).to(device)
+    return memory.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 def _tensors(arguments: Any) -> list[Tensor]:

@@ -112,7 +112,7 @@ def _row_options(chance: Chance, function: str, options: dict, executed: bool) -
         "temperature": chance.weighed(
             {1.0: 8, 0.7: 2, 1e-3: 0.5, 100.0: 0.3, 1e-28: 0.1, "per-token": 1.5, "0-d": 0.5}
         ),
-        "autocast": chance.of(0.03),
+        "autocast": "bfloat16" if chance.of(0.03) else None,
     }
     # of its own numbers, so that the other options are as they were
     sets = Chance(f"kept {options['seed']}")

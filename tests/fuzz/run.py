@@ -1,13 +1,18 @@
 """Runs cases, shrinks failing ones, and collects statistics."""
 
 import dataclasses
+import functools
+import itertools
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tests.calls.case import SIMPLEST, Case
+from tests.calls.case import IN_TORCH, SIMPLEST, Case
+from tests.calls.combined import cases
 from tests.calls.examine import Signature, Verdict, examine, signatures
+from tests.calls.table import ROWS
 
 from .draw import draw
 
@@ -15,6 +20,8 @@ from .draw import draw
 #: 100 are drawn so: rows without a distribution and infinities on purpose, the rest on bounds.
 MOST_IN_DOUBT = 0.2
 MOST_TRIALS = 600  # of shrinking
+#: A device: tensors of a CPU that are treated as a GPU's (tests/gpu/device/pretended.py).
+PRETENDED = "pretended"
 #: Triton compiles a kernel for nearly every choice of options, so these many cases share theirs.
 WITH_SAME_OPTIONS = 10
 
@@ -23,38 +30,64 @@ WITH_SAME_OPTIONS = 10
 class Run:
     """Which cases are run, and on what."""
 
-    cases: int
+    cases: int  # of all functions, or of each row of the table
     seed: int = 0
     first: int = 0
     backend: str = "cpu"
     device: str = "cpu"
     shrink: bool = True
     function: str | None = None  # None: any
+    table: bool = False  # the rows of the table instead of drawn cases
+    seconds: float = math.inf  # limit of the run
 
     @property
     def executed(self) -> bool:
         """Whether the kernels are a GPU's but the device is a CPU, which takes its time."""
-        return self.backend in ("triton", "cuda") and self.device == "cpu"
+        return self.backend in ("triton", "cuda") and self.device in ("cpu", PRETENDED)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.startswith("cuda")
+
+    @functools.cached_property
+    def of_table(self) -> list[Case]:
+        """The first cases of all rows, then the second ones, and so on: a run may be cut."""
+        found = []
+        for function, options in ROWS.values():
+            no_kernels = function in IN_TORCH and self.backend in ("triton", "cuda")
+            if self.function in (None, function) and not no_kernels:
+                options = {name: x for name, x in options.items() if name != "some"}
+                some = cases(self.backend, function, options)[: self.cases]
+                found.append(map(self.taken, some))
+        return [case for turn in itertools.zip_longest(*found) for case in turn if case]
 
     def case(self, index: int) -> Case:
+        if self.table:
+            return self.of_table[index]
         float64 = self.backend in ("reference", "auto")
-        compiles = self.executed and self.backend == "triton"
+        compiles = self.backend == "triton"
         first = index - index % WITH_SAME_OPTIONS if compiles else index
         case = draw(self.seed, first, self.function, float64=float64, executed=self.executed)
-        if self.backend == "cuda":  # what `token_logprobs` says it does not take
-            heat = 1e-3 if case.temperature == 1e-28 else case.temperature
-            without = ("largest", "lowest-some")
-            features = tuple(one for one in case.features if one not in without)
-            case = case.changed(temperature=heat, features=features)
-        if compiles:  # 2^127.5 / log2(e) and above: NaN where the largest logit is another token's
-            case = case.changed(features=tuple(x for x in case.features if x != "largest"))
+        case = self.taken(case)
         return case.changed(seed=index) if compiles else case
 
+    def taken(self, case: Case) -> Case:
+        """Return a case without what `token_logprobs` says that the kernels of GPUs do not take."""
+        without = {
+            "cuda": ("largest", "lowest-some"),
+            # 2^127.5 / log2(e) and above: NaN where the largest logit is another token's
+            "triton": ("largest",),
+        }.get(self.backend, ())
+        features = tuple(one for one in case.features if one not in without)
+        cold = self.backend == "cuda" and case.temperature == 1e-28
+        return case.changed(temperature=1e-3 if cold else case.temperature, features=features)
+
     def examine(self, case: Case) -> Verdict:
-        return examine(case, self.backend, self.device)
+        return examine(case, self.backend, "cuda" if self.device == PRETENDED else self.device)
 
     def indices(self) -> range:
-        return range(self.first, self.first + self.cases)
+        count = len(self.of_table) if self.table else self.first + self.cases
+        return range(self.first, count)
 
 
 @dataclasses.dataclass
@@ -76,6 +109,7 @@ class Report:
     refused: int = 0
     failing: int = 0
     in_doubt: int = 0
+    left: int = 0  # cases that there was no time for
     doubtful_cases: Counter = dataclasses.field(default_factory=Counter)  # by kind
     decisions: Counter = dataclasses.field(default_factory=Counter)  # by kind
     failures: dict[Signature, Failure] = dataclasses.field(default_factory=dict)
@@ -123,6 +157,8 @@ class Report:
             lines += [f"    {failure.shrunk}"]
             if failure.found != failure.shrunk:
                 lines += [f"    found as {failure.found}"]
+        if self.left:
+            lines += ["", f"cut after {run.seconds:.0f} s: {self.left} cases are left"]
         return "\n".join(lines)
 
 

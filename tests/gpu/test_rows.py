@@ -1,23 +1,18 @@
 """The kernels on rows of logits, of every shape that a row is split into, against float64."""
 
-from math import inf, nan
-
 import pytest
 import torch
 
 from fastrl import reference
 from fastrl.contract import LossArguments
-from fastrl.library import operators
 from fastrl.ops._rows.statistics import OF_ROW
 from tests.calls.case import Case
 from tests.calls.combined import assert_value
 from tests.gpu.rows import (
     loss_of,
     make_rows,
-    objective_of,
     one_pass,
     rows_of,
-    saved,
     shared_out,
     token_stats,
 )
@@ -37,17 +32,37 @@ STATISTICS = {"outputs": OF_ROW, "upstream": "some-zero"}
 LOSS = {"old": "near", "ref": "near", "policy_weights": "token", "upstream": "random"}
 LOSS |= {"fields": {"kl_coef": 0.1, "kl_gradient": "bias-corrected", "entropy_coef": 0.02}}
 FORMS = {"token_stats": STATISTICS, "logits_policy_loss": LOSS}
+ROWS = {"tokens": 4, "mask": "ragged", "masked_values": "nan", "spread": 3.0}
+#: Each breaks its own row, or has no gradient; `inf-block` is all that whole threads see.
+UNUSUAL = ["nan-one", "positive-inf", "inf-row", "inf-chosen", "inf-block", "zero-advantages"]
 
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("V", VOCABULARIES)
 @pytest.mark.parametrize("function", FORMS)
 def test_values_and_gradients_are_those_of_the_oracle(backend, monkeypatch, function, V, shared):
-    rows = {"tokens": 4, "mask": "ragged", "masked_values": "nan", "spread": 3.0, "vocabulary": V}
     with shared_out(backend, monkeypatch, shared):
         first = (VOCABULARIES.index(V) + 2) % len(KINDS)
         for kind in KINDS if V < 10_000 and backend == "cuda" else KINDS[first:][:1]:
-            assert_value(backend, Case(function, **rows, **FORMS[function], **kind))
+            assert_value(backend, Case(function, **ROWS, vocabulary=V, **FORMS[function], **kind))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("V", [4096, 5001])
+def test_unusual_rows(backend, monkeypatch, V, shared):
+    with shared_out(backend, monkeypatch, shared):
+        for feature in UNUSUAL:
+            given = {**ROWS, "tokens": 9, "vocabulary": V, "features": (feature,)}
+            assert_value(backend, Case("logits_policy_loss", **given, **LOSS))
+
+
+@pytest.mark.parametrize("mask_dtype", ["bool", "int8", "uint8", "bfloat16", "int64", "float64"])
+def test_rows_that_count(backend, mask_dtype):
+    """By a mask of any dtype and by their ids: the others are 0, whatever they hold."""
+    given = {**ROWS, "sequences": 2, "vocabulary": 1000, "dtype": "bfloat16", "mask": "holes"}
+    ignored = {"features": ("ignored",), "ignore_index": -7}
+    for mask in ({"mask_dtype": mask_dtype}, {"mask": "absent", "masked_values": "usual"}):
+        assert_value(backend, Case("token_stats", **{**given, **mask}, **STATISTICS, **ignored))
 
 
 @pytest.mark.parametrize("V", [4096, 5001])
@@ -70,48 +85,6 @@ def test_a_row_does_not_depend_on_the_others(backend, V):
         found = results(*(x[:, few].clone() for x in (logits, token_ids, mask)), own)
         for some, all_of_them in zip(found, every, strict=True):
             assert torch.equal(some, all_of_them[:, few])
-
-
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("V", [4096, 5001])
-def test_broken_rows(backend, monkeypatch, V, shared):
-    """NaN, infinities and ids outside, at which nobody looks before: each breaks its own row."""
-    _, logits, token_ids, mask = make_rows(V, torch.float32, 0, 1, 9)
-    loss = loss_of(logits, token_ids, mask)
-    clean = one_pass(backend, logits, rows_of(token_ids, mask), *loss)
-    logits[0, 1, 3] = nan
-    logits[0, 2, V - 1] = inf
-    logits[0, 3] = -inf
-    token_ids[0, 4:6] = torch.tensor([V, -1])
-    logits[0, 6, V // 2 :] = -inf  # whole threads see nothing else
-    token_ids[0, 6] = 5
-    logits[0, 7, token_ids[0, 7]] = -inf
-    rows = rows_of(token_ids, mask)
-    with shared_out(backend, monkeypatch, shared):
-        logprobs, entropy, grad = one_pass(backend, logits, rows, *loss)
-    assert logprobs[0, 1:6].isnan().all()
-    assert entropy[0, 1:4].isnan().all()
-    assert grad[0, 1:4].isnan().all()
-    assert grad[0, 4:6].isnan().any(-1).all()
-    assert torch.equal(logprobs[0, 0], clean[0][0, 0])
-    assert torch.equal(grad[0, 0], clean[2][0, 0])
-    expected = logits[0, 6].double().log_softmax(-1)
-    assert abs(logprobs[0, 6] - expected[5]) < 2e-6
-    assert abs(entropy[0, 6] - torch.distributions.Categorical(logits=expected).entropy()) < 5e-6
-    assert not grad[0, 6, V // 2 :].any()
-    assert grad[0, 6].isfinite().all()
-    assert logprobs[0, 7] == -inf
-
-
-@pytest.mark.parametrize("V", [40, 4096, 5001])
-def test_rows_without_a_gradient_are_zeros(backend, V):
-    _, logits, token_ids, mask = make_rows(V, torch.bfloat16, 0, 1, 8)
-    loss, _ = loss_of(logits, token_ids, mask)
-    loss.advantages[0, 1] = loss.weights[0, 2] = loss.policy_weights[0, 3] = 0
-    *_, grad = one_pass(backend, logits, rows_of(token_ids, mask), loss, objective_of())
-    assert not grad[0, 1:4].any()
-    assert not grad[~mask].any()
-    assert grad[0, 0].any()
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -146,38 +119,23 @@ def test_constants_per_sequence_are_those_of_its_tokens(backend, monkeypatch, bo
         assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.bool, torch.int8, torch.uint8, torch.bfloat16, torch.int64, torch.float64, None],
-    ids=str,
-)
-def test_rows_that_count(backend, dtype):
-    """By a mask of any dtype and by their ids: the others are 0, whatever they hold."""
-    _, logits, token_ids, _ = make_rows(1000, torch.bfloat16, 0, 2, 3)
-    logits = logits.nan_to_num(0.0).contiguous()
-    mask = torch.tensor([[True, True, False], [False, True, True]])
-    token_ids[0, 1], token_ids[1, 0] = -7, 5000
-    given = None if dtype is None else mask.to(dtype)
-    if dtype is None:
-        token_ids[1, 0] = 3
-    elif dtype.is_floating_point:
-        given = torch.where(mask, given, -0.0)
-    valid = (mask if dtype is not None else torch.ones_like(mask)) & (token_ids != -7)
-    logits[~valid] = nan
-    rows = rows_of(token_ids, given, ignore_index=-7)
-    plain = rows_of(token_ids, valid)
-    stats = token_stats(backend, logits, rows)
-    for got, want in zip(stats, token_stats(backend, logits, plain), strict=True):
-        assert torch.equal(got, want)
-        assert not got[~valid].any()
-    assert stats.logprobs[valid].isfinite().all()
-    grads = [torch.randn(2, 3) for _ in range(3)]
-    results = [
-        operators(backend).token_stats_bwd(logits, *one, *saved(stats), *grads)
-        for one in (rows, plain)
-    ]
-    assert torch.equal(*results)
-    assert not results[0][~valid].any()
+@pytest.mark.parametrize("token_id", [5001, -1])
+def test_an_id_outside_breaks_its_own_row(backend, token_id):
+    _, logits, token_ids, mask = make_rows(5001, torch.float32, 0, 1, 9)
+    loss = loss_of(logits, token_ids, mask)
+    clean = one_pass(backend, logits, rows_of(token_ids, mask), *loss)
+    token_ids[0, 4] = token_id
+    logprobs, _, grad = one_pass(backend, logits, rows_of(token_ids, mask), *loss)
+    assert logprobs[0, 4].isnan()
+    assert grad[0, 4].isnan().any()
+    assert torch.equal(grad[0, :4], clean[2][0, :4])
+
+
+def test_a_mask_of_minus_0_counts_as_0(backend):
+    _, logits, token_ids, mask = make_rows(1000, torch.bfloat16, 0, 2, 3)
+    masks = (mask, torch.where(mask, 1.0, -0.0))
+    found = [token_stats(backend, logits, rows_of(token_ids, one)) for one in masks]
+    assert all(map(torch.equal, *found))
 
 
 def test_logprobs_are_never_above_zero(backend):

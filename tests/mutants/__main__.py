@@ -64,7 +64,7 @@ def tested(folder, fault, limit):
     }
     if fault.path.startswith("fastrl/triton/"):
         env["FASTRL_TESTED"] = "triton"
-    elif "tests/gpu/test_cuda.py" in fault.tests:
+    elif any(name.startswith("tests/gpu/") for name in fault.tests):
         env["FASTRL_TESTED"] = "reference cpu cuda"
     for arguments, most in ((build, BUILD), (pytest, limit))[not is_compiled(fault) :]:
         start = time.monotonic()

@@ -22,10 +22,9 @@ from fastrl.train.loading import load
 from fastrl.train.policy import completion_logprobs
 from fastrl.train.prompts import encode
 from fastrl.train.sampling import Sampler
-from tests.calls.forms import ENTERING
 from tests.calls.oracle.bounded import FLOAT32, Bounded
 from tests.calls.oracle.functions import exp, stored
-from tests.calls.oracle.head import LinearHead
+from tests.calls.oracle.head import ON_TILES, Entering, LinearHead
 from tests.calls.oracle.rows import Head, Rows
 from tests.integrations.packages import needed
 from tests.integrations.trl.kinds import both
@@ -78,7 +77,7 @@ def exactly(x):
 
 def oracle_of(states, weight, ids):
     """The float64 oracle of the head, and of its rows at the temperature."""
-    entering = ENTERING["cpu"] if weight.dtype == torch.bfloat16 else 0.0
+    entering = ON_TILES if weight.dtype == torch.bfloat16 else Entering()
     head = LinearHead(exactly(states), exactly(weight), None, None, FLOAT32, entering)
     logits, error = head.logits()
     at = Head(np.full(len(ids), TEMPERATURE))

@@ -56,10 +56,7 @@ class cuda:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 """
 #: Of the tests for a GPU: on small inputs, without what only a GPU can do.
-SMALL = (
-    "(cuda or triton) and (float64 or statistics or factor or half or captures and triton) and not "
-    "(20000 or 32768 or 32000 or 32001 or 50257 or 129280 or 151936 or 262208 or 4096)"
-)
+SMALL = "(cuda or triton) and (masked_rows or waits or large and 129)"
 #: A program that notes how it was called, and hangs in a benchmark.
 NOTES = """#!/bin/sh
 echo "$(basename "$0") $*" >> "$NOTES"
@@ -122,10 +119,23 @@ def test_tests_for_a_gpu_run_on_executed_kernels(tmp_path):
     text = (ROOT / "CONTRIBUTING.md").read_text()
     pattern = r'^FASTRL_TESTED="triton cuda" python -m (tests\.\S*run -p \S*pretended) '
     (line,) = re.findall(pattern, text, re.MULTILINE)
-    options = ["--jobs", "1", "--out", str(tmp_path), "-k", SMALL]
+    options = ["--jobs", "1", "--out", str(tmp_path), "-k", SMALL, "tests/gpu/device"]
     code, said = run(*shlex.split(line), *options, FASTRL_TESTED="triton cuda")
     assert code == 0, said[-3000:]
-    assert len(read(tmp_path)) >= 50
+    assert len(read(tmp_path)) >= 40
+
+
+def test_the_values_of_a_piece_on_executed_kernels():
+    commands = [command for _, commands in pieces.STEPS.values() for command in commands]
+    given = {**os.environ, "PYTHON": sys.executable, "LEFT": "300"}
+    small = "--device pretended --jobs 1 --function gae"
+    for command in filter(lambda command: "-m tests.fuzz" in command, commands):
+        command = re.sub(r"--cases \d+", "--cases 2", command.replace("--device cuda", small))
+        done = subprocess.run(
+            command, shell=True, cwd=ROOT, env=given, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert ": 0 failed in 0 ways" in done.stdout
 
 
 @pytest.mark.parametrize("way", ["pool", "compiled"])
@@ -136,12 +146,8 @@ def test_first_calls_of_a_process_on_the_cpu(way):
 
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="torch without gloo")
-def test_a_head_that_fsdp2_shards_on_the_cpu():
+def test_heads_that_ranks_shard_or_split_on_the_cpu():
     head_of_ranks.assert_sharded_equals_whole("cpu", "gloo", "cpu")
-
-
-@pytest.mark.skipif(not dist.is_gloo_available(), reason="torch without gloo")
-def test_a_head_that_two_ranks_split_on_the_cpu():
     head_of_ranks.assert_parts_equal_whole("cpu", "cpu")
 
 
@@ -162,6 +168,7 @@ def test_a_piece_is_cut_in_time_and_leaves_what_it_has(tmp_path, monkeypatch, ca
     said = capsys.readouterr().out
     assert "machine: nvidia-smi ended with status 127" in said
     assert "linear-tests: done" in said
+    assert "draws: done" in said
     assert re.search("linear-bench: .*took too long", said)
     assert "peers: no time for" in said
     calls = (tmp_path / "notes").read_text()
@@ -183,5 +190,5 @@ def test_the_pieces_are_listed_without_any_package():
 def test_what_the_steps_call_exists():
     words = " ".join(command for _, commands in pieces.STEPS.values() for command in commands)
     named = re.findall(r"(?:tests|bench)/\S+\.py", words)
-    assert len(named) >= 6
+    assert len(named) >= 4
     assert all((ROOT / name).exists() for name in named)

@@ -102,11 +102,11 @@ class TopKRows:
             stats = self._events.others.of_softmax()
             rows = rows.among(rows.active & (tail != float("-inf")))  # else there is no softmax
         values = values * rows.exponent_slopes(self._events.logits.to(values.dtype))
+        target = gradient_of(self._logits[0], narrow=narrow)[None]
         if all(slope is None for slope in slopes):
-            self._logits.zero_()
+            target.zero_()
         else:
             rows.write_gradient(self._logits, stats, slopes, narrow=narrow)
-        target = gradient_of(self._logits[0], narrow=narrow)[None]
         if tail is None:
             values = values + target.gather(-1, self._ids).to(values.dtype)
         values = torch.where(self._rows.active[..., None], values, 0.0)

@@ -1,7 +1,7 @@
 """Tests that need a GPU (`make gpu`), for every backend that takes its tensors.
 
-This folder is self-contained: it needs pytest and torch, but no other tests. A backend that cannot
-be used skips its tests and fails test_gpu_calls.py.
+They need pytest, torch and NumPy, in which tests/calls says what is right, and no other tests. A
+backend that cannot be used skips its tests and fails test_gpu_calls.py.
 """
 
 import pytest

@@ -1,16 +1,17 @@
 """What is run on a machine with a GPU, in pieces that fit into a lease of it: `make gpu`.
 
-    python -m tests.gpu.device.pieces first     # build, machine, tests, bench
-    python -m tests.gpu.device.pieces second    # build, linear forms, other libraries, sanitizers
+    python -m tests.gpu.device.pieces first     # build, machine, values, tests, bench
+    python -m tests.gpu.device.pieces second    # build, drawn calls, linear forms, sanitizers
     python -m tests.gpu.device.pieces third     # build, profile, tune, all tests and benchmarks
     python -m tests.gpu.device.pieces build peers    # some steps; the others need what build makes
 
 They take at most 350, 350 and 540 seconds: the first two fit into a quarter of an hour on one
 machine, with its start. A piece can be the first command on a fresh machine, ends within
 `--seconds`, whatever a step does, and leaves OUT/gpu-<piece>.tar.gz, also where it is ended; OUT is
-a variable of the environment. A step works and logs in build/gpu/<step>, where `--resume` goes on
-with what is there: on another machine unpack the archive in build/gpu. Wheels of other libraries to
-measure are taken from build/gpu-wheels.
+a variable of the environment. `values` and `draws` are cases of tests.fuzz, of the table and drawn,
+which the oracle of tests/calls judges. A step works and logs in build/gpu/<step>, where `--resume`
+goes on with what is there: on another machine unpack the archive in build/gpu. Wheels of other
+libraries to measure are taken from build/gpu-wheels.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ ENDING = 8.0  # seconds that a step has to end when its time is over, and its in
 TAIL = 3000  # characters of a step's log that are shown
 
 _TESTS = '"$PYTHON" -m tests.gpu.device.run --out "$STEP" --seconds $LEFT $RESUME'
+_VALUES = 'OMP_NUM_THREADS=1 "$PYTHON" -m tests.fuzz --device cuda --no-shrink --backend'
 _BENCH = '"$PYTHON" -m fastrl.bench --device cuda --no-plots --out "$STEP" --seconds $LEFT $RESUME'
 _LOGITS = "--op logits_policy_loss token_stats --model qwen3-0.6b --rows 8192 --variant ''"
 _LINEAR = "--op linear_policy_loss --model llama-3.1-8b qwen2.5-0.5b --rows 8192 --pass both"
@@ -59,12 +61,26 @@ STEPS: dict[str, tuple[float, list[str]]] = {
             '"$LAUNCHES" large 20',
         ],
     ),
-    "tests": (190, [f"{_TESTS} {_FILES}calls.py {_FILES}vocabulary.py {_FILES}tokens.py"]),
+    "values": (
+        120,
+        [
+            f"{_VALUES} triton --table --cases 3 --seconds $((LEFT / 2))",
+            f"{_VALUES} cuda --table --cases 3 --seconds $LEFT",
+        ],
+    ),
+    "tests": (110, [f"{_TESTS} {_FILES}calls.py"]),
     # all operators in turn; `peers` measures fastrl once more: the difference is the noise
     "bench": (540, [f"{_BENCH} --peer none"]),
-    "linear-tests": (110, [f"{_TESTS} {_FILES}linear.py {_FILES}graphs.py"]),
-    "linear-bench": (90, [f"{_BENCH} {_LINEAR}"]),
-    "peers": (80, [f"{_BENCH} {_LOGITS}"]),
+    "draws": (
+        50,
+        [
+            f"{_VALUES} triton --cases 300 --seconds $((LEFT / 2))",
+            f"{_VALUES} cuda --cases 1000 --seconds $LEFT",
+        ],
+    ),
+    "linear-tests": (90, [f"{_TESTS} {_FILES}linear.py {_FILES}first_calls.py"]),
+    "linear-bench": (80, [f"{_BENCH} {_LINEAR}"]),
+    "peers": (70, [f"{_BENCH} {_LOGITS}"]),
     "counters": (30, [f'{_NCU} {_COUNTED} "$LAUNCHES" large']),
     # what racecheck finds need not be a defect: it may not know barriers in remote shared memory
     "sanitize": (
@@ -85,14 +101,25 @@ STEPS: dict[str, tuple[float, list[str]]] = {
         120,
         ['"$PYTHON" bench/gpu_cost/tuning.py --out "$STEP" --seconds $LEFT --knobs chunk'],
     ),
-    "all-tests": (240, [_TESTS]),
+    "all-values": (
+        150,
+        [
+            f"{_VALUES} reference --table --cases 5 --seconds $((LEFT / 3))",
+            f"{_VALUES} triton --table --cases 20 --seconds $((LEFT / 2))",
+            f"{_VALUES} cuda --table --cases 40 --seconds $LEFT",
+        ],
+    ),
+    "all-tests": (150, [_TESTS]),
     "all-bench": (540, [_BENCH]),
 }
 #: Seconds at most, and steps.
 PIECES: dict[str, tuple[float, tuple[str, ...]]] = {
-    "first": (350, ("build", "machine", "tests", "bench")),
-    "second": (350, ("build", "linear-tests", "linear-bench", "peers", "counters", "sanitize")),
-    "third": (540, ("build", "profile", "tune", "all-tests", "all-bench")),
+    "first": (350, ("build", "machine", "values", "tests", "bench")),
+    "second": (
+        350,
+        ("build", "draws", "linear-tests", "linear-bench", "peers", "counters", "sanitize"),
+    ),
+    "third": (540, ("build", "profile", "tune", "all-values", "all-tests", "all-bench")),
 }
 
 
@@ -109,9 +136,9 @@ def main() -> int:
     seconds = sum(of_part for of_part, _ in parts) if options.seconds is None else options.seconds
     deadline = time.monotonic() + seconds - PACKING
     os.environ["PATH"] = path_with_tools()
-    code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    code = "import numpy, pytest, setuptools, sys, torch; sys.exit(not torch.cuda.is_available())"
     if subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode:
-        print("there is no GPU that torch can use")
+        print("there is no GPU that torch can use, or a package is missing")
         return 1
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the archive is written, too
     os.environ["PYTHONPATH"] = os.pathsep.join(

@@ -1,9 +1,12 @@
-"""The tests of this folder without a GPU: `pytest -p tests.gpu.device.pretended`.
+"""A GPU that is pretended: CPU tensors take the place of its tensors.
 
-CPU tensors and the CPU backend take the place of the GPU's, and a graph is the call that it holds,
-made again at each replay. It shows that a test runs and that its inputs are right; it says nothing
-about a GPU. With FASTRL_TESTED="triton cuda" in the environment the kernels are executed on the CPU
-(tests/ptx), which shows that the budgets are right, too.
+    pytest -p tests.gpu.device.pretended                        # the tests of this folder
+    python -m tests.fuzz --backend cuda --device pretended      # cases against the oracle
+
+A graph is the call that it holds, made again at each replay. Tests of this folder take the CPU
+backend, which shows that a test runs and that its inputs are right; with
+FASTRL_TESTED="triton cuda" in the environment they execute the kernels (tests/ptx), as the fuzzer
+does, and multiply as on tensor cores, which shows that bounds are right, too.
 """
 
 from __future__ import annotations
@@ -34,6 +37,24 @@ def _on_cpu(x):
     return torch.device("cpu") if isinstance(x, str) and x == "cuda" else x
 
 
+def execute(backend, put_item, put_attribute):
+    """Let CPU tensors use a backend's kernels, also by `auto`, and multiply as a GPU does."""
+    from fastrl.backend import _PREFERENCE
+    from fastrl.ops._autograd import known_gradient
+    from fastrl.ops._companions import pair
+    from tests.ops.linear.tensor_cores import multiply_as_on_a_gpu
+    from tests.ptx import backends
+
+    backends.use(backend, put_item, put_attribute)
+    put_item(_PREFERENCE, "cpu", (backend, "reference"))
+    multiply_as_on_a_gpu(put_attribute)
+    put_attribute(known_gradient, "_on_gpu", lambda factor: True)  # scales by a kernel
+    if backend == "cuda":  # which has no kernels for divergences
+        backends.prepare("triton")
+        own = pair.operators
+        put_attribute(pair, "operators", lambda name: own("triton" if name == "cpu" else name))
+
+
 class Stream:
     """A stream on which everything is done at once."""
 
@@ -61,9 +82,7 @@ def _usable(name, monkeypatch):
     if not EXECUTED:
         return "cpu"
     if name in EXECUTED:
-        from tests.ptx import backends
-
-        backends.use(name, monkeypatch.setitem, monkeypatch.setattr)
+        execute(name, monkeypatch.setitem, monkeypatch.setattr)
     return name
 
 

@@ -1,4 +1,4 @@
-"""Policy loss, GAE and group advantages on a GPU: many groups, many sequences, many tokens."""
+"""More than 2^31 elements on a GPU."""
 
 import pytest
 import torch
@@ -6,29 +6,26 @@ import torch
 import fastrl
 from fastrl.contract import LossArguments, Metrics
 from fastrl.library import operators
-from tests.gpu.device.workloads import policy_loss
 
 CUDA = "cuda"
 TOKENS = 2**31 + 4096
 
 
-@pytest.mark.parametrize(("count", "size"), [(20000, 8), (6000, 3000)])
-@pytest.mark.parametrize("scale", ["group", "batch"])
-def test_large_groups_and_many(kernels, count, size, scale):
-    order = torch.randperm(count, device=CUDA)
-    rewards, ids = torch.randn(count, device=CUDA), order // size * 2**33
-    found = fastrl.group_advantages(rewards, group_ids=ids, scale=scale, backend=kernels)
-    exact = fastrl.group_advantages(
-        rewards.double(), group_ids=ids, scale=scale, backend="reference"
-    )
-    for part, wanted in zip(found, exact, strict=True):
-        torch.testing.assert_close(part.double(), wanted.double(), rtol=2e-6, atol=1e-7)
+def test_rows_of_logits_beyond_32_bit_offsets(kernels, memory):
+    rows, vocabulary, dtype = 16_400, 131_072, torch.bfloat16
+    memory(5 * rows * vocabulary * dtype.itemsize)
+    logits = torch.empty(1, rows, vocabulary, dtype=dtype, device=CUDA).normal_()
+    assert logits.numel() > 2**31
+    ids = torch.randint(vocabulary, (1, rows), device=CUDA)
 
+    def results(logits, ids):
+        leaf = logits.detach().requires_grad_()
+        stats = fastrl.token_stats(leaf, ids, outputs=("logprobs", "entropy"), backend=kernels)
+        total = (stats.logprobs + 0.3 * stats.entropy).sum()
+        return stats.logprobs, stats.entropy, *torch.autograd.grad(total, leaf)
 
-def test_more_sequences_than_a_grid_axis_has_blocks(kernels):
-    work = policy_loss("sequence", 70000, 2).on(CUDA)
-    found, exact = work.run(kernels)[-1], work.double().run("reference")[-1]
-    torch.testing.assert_close(found.double(), exact, rtol=1e-3, atol=1e-9)
+    found, alone = results(logits, ids), results(logits[:, -8:].clone(), ids[:, -8:])
+    assert all(torch.equal(one[:, -8:], last) for one, last in zip(found, alone, strict=True))
 
 
 def test_gae_beyond_32_bit_offsets(kernels, memory):
