@@ -2,7 +2,19 @@
 
 from math import inf
 
-from .row_options import AUTOCAST, BY, DTYPES, FLOATS, GPT2, KL, MASKS, STATISTICS, TOKENS, Table
+from .row_options import (
+    AUTOCAST,
+    BY,
+    DTYPES,
+    FLOATS,
+    GPT2,
+    KL,
+    MASKS,
+    SEEDS,
+    STATISTICS,
+    TOKENS,
+    Table,
+)
 
 ROWS = Table()
 row = ROWS.row
@@ -45,6 +57,7 @@ BY_OBJECTIVES = [
     ),
 ]
 OF_SAMPLERS = {
+    **SEEDS,
     **TOKENS,
     "mask": "holes",
     "sampler": ["near", "own", "tail", "bounds", "equal"],
@@ -61,6 +74,8 @@ for function, inputs in (
     weighs = {"policy_weights": [None, *BY], "advantages": BY, "objective": "reinforce"}
     row(function, "centered by weights", **inputs, **weighs, also=BY_WEIGHTS)
     row(function, "centered objectives", **inputs, also=BY_OBJECTIVES)
+    empty = {"sequences": [0, 2], "tokens": [0, 3], "mask": "none"}
+    row(function, "centered, without tokens", **{**inputs, **empty}, also=BY_WEIGHTS)
     row(
         function,
         "centered rows",
@@ -73,12 +88,13 @@ for function, inputs in (
         temperature=[1.0, 0.8, "per-token"],
         logit_scale=[1.0, 1.5],
         logit_softcap=[None, 4.0],
-        features=[(), ("inf-some",), ("ignored",)],
+        features=[(), ("inf-some",), ("ignored",), ("zero-advantages",)],
     )
 
 # --- divergences
 
 OF_TEACHERS = {
+    **SEEDS,
     "upstream": "random",
     "beta": [0.0, 0.1, 0.5, 1.0],
     "teacher": ["own", "near", "hidden"],
@@ -117,6 +133,7 @@ NEAR_ENDS = [1e-9, 1e-6, 1e-4, 1e-3]
 row(
     "token_divergence",
     "next to the ends of Jensen-Shannon",
+    **SEEDS,
     upstream="random",
     tokens=4,
     vocabulary=[6, 300],
@@ -160,9 +177,10 @@ row(
 OF_STUDENT = ("logprobs", "entropy", "divergence")
 OF_BOTH = (*STATISTICS, "divergence", "teacher_entropy", "agrees")
 BESIDE_A_TEACHER = {
+    **SEEDS,
     "sequences": 2,
     "tokens": 3,
-    "masked_values": "nan",
+    "masked_values": ["nan", "1e30"],
     "mask": "holes",
     "beta": [0.0, 0.4, 1.0],
     "upstream": ["random", "some-zero"],
@@ -178,7 +196,10 @@ BESIDE_ITS_LOGITS = {
     "kept": [None, "one", "ragged", "all"],
 }
 #: In float32: of 16 bits the gradient of the other statistics is rounded before the K tokens'.
-BESIDE_ITS_TOKENS = {"outputs": [OF_STUDENT, (*STATISTICS, "divergence")], "teacher": "tokens"}
+BESIDE_ITS_TOKENS = {
+    "outputs": [OF_STUDENT, (*STATISTICS, "divergence", "agrees")],
+    "teacher": "tokens",
+}
 WITHOUT_ROWS = {"sequences": [0, 2], "tokens": [0, 2], "mask": "none"}
 SOFTCAPS = {"logit_softcap": [None, 5.0], "teacher_softcap": [None, 5.0]}
 IGNORED = {"features": [(), ("ignored",)], "ignore_index": [-100, 3]}

@@ -22,3 +22,5 @@ SIZE = {"sequences": 5, "tokens": 7}
 TOKENS = {**SIZE, "masked_values": "nan"}
 BY = ["token", "sequence"]
 KL = {"kl_coef": 0.1, "entropy_coef": 0.02}
+#: Of rows in which a seed decides more than numbers: which tokens are known, or kept.
+SEEDS = {"seed": [*range(8)]}

@@ -9,7 +9,7 @@ from math import inf
 from fastrl.contract import AGGREGATIONS, KL_ESTIMATORS, KL_GRADIENTS, SURROGATES
 from fastrl.objective.presets import PRESETS
 
-from . import companion_rows
+from . import companion_rows, objective_rows
 from .case import LOSSES
 from .combined import each
 from .objectives import OWN
@@ -23,6 +23,7 @@ from .row_options import (
     LAYOUTS,
     MASKS,
     QWEN3,
+    SEEDS,
     SIZE,
     STATISTICS,
     TOKENS,
@@ -203,8 +204,8 @@ CLAMPED += [
     for fields in CLAMPED
     if fields["kl_gradient"] == "bias-corrected" and fields["level"] != "token"
 ]
-row("policy_loss", "clamps", sequences=15, fields=CLAMPED, also=FAR, some=3)
-row("logits_policy_loss", "clamps", vocabulary=5, sequences=15, fields=CLAMPED, also=FAR)
+row("policy_loss", "clamps", sequences=15, **SEEDS, fields=CLAMPED, also=FAR, some=3)
+row("logits_policy_loss", "clamps", vocabulary=5, sequences=15, **SEEDS, fields=CLAMPED, also=FAR)
 
 WEIGHED = [
     {"fields": {**KL, "aggregation": name}, "normalizer": number, "groups": groups}
@@ -391,10 +392,16 @@ row(
 )
 
 KEPT = {"kept": ["one", "few", "ragged", "all"], "masked_values": "nan", "mask": "holes"}
-KEPT |= {"features": [(), ("ignored",)], "ignore_index": [-100, 0], **STATS, "sequences": 2}
+KEPT |= {
+    **SEEDS,
+    "features": [(), ("ignored",)],
+    "ignore_index": [-100, 0],
+    **STATS,
+    "sequences": 2,
+}
 OF_HEAD = {"hidden": 24, "bias": [True, False], "chunk_tokens": [None, 4], "weight_dtype": "like"}
 OF_HEAD |= {"token_layout": ["contiguous", "transposed"]}
 row("token_stats", "kept tokens", **KEPT, tokens=9, vocabulary=400, spread=1.5, dtype=DTYPES)
 row("linear_token_stats", "kept tokens", **KEPT, **OF_HEAD, tokens=9, vocabulary=400, dtype=FLOATS)
 
-ROWS |= companion_rows.ROWS
+ROWS |= companion_rows.ROWS | objective_rows.ROWS

@@ -97,7 +97,7 @@ class TeacherRows:
         self.numbers = ids, logprobs
         shown = ids
         if case.masked_values != "usual":  # they may be anything under the mask
-            shown = np.where(self.rows.active[:, None], ids, random.choice([-9, 2**30, vocabulary]))
+            shown = np.where(self.rows.active[:, None], ids, random.choice([-9, 2**30, 0]))
         of_ids = flat_tensor(case, shown, case.ids_dtype).view(*tokens.shape, count)
         given = _wide(self.rows, logprobs, self.dtype)
         return fastrl.Teacher.from_top_k(of_ids, given, has_tail=has_tail, beta=case.beta)

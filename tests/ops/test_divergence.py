@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fastrl
-from fastrl import Objective, Teacher
+from fastrl import KeptTokens, Objective, Teacher
 from fastrl.ops._rows.hidden_inputs import checked_inputs
 
 pytestmark = pytest.mark.kernels
@@ -62,7 +62,8 @@ OF_TEACHER = {"teacher_coef": 0.7}
 EXACT = {"kl_estimator": "exact", "kl_coef": 0.2}
 
 
-@pytest.mark.parametrize("form", ["logits", "hidden"])
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("form", ["logits", "in place", "hidden"])
 @pytest.mark.parametrize(
     ("objective", "beta"),
     [
@@ -75,7 +76,7 @@ EXACT = {"kl_estimator": "exact", "kl_coef": 0.2}
     ],
     ids=["teacher", "every term", "exact", "exact by sequence", "sequence level", "alone"],
 )
-def test_a_loss_with_a_teacher_is_the_loss_and_its_divergence(backend, form, objective, beta):
+def test_a_loss_with_a_teacher_is_the_loss_and_its_divergence(backend, form, objective, beta, kept):
     hidden, weight = torch.randn(3, 5, WIDTH).requires_grad_(), torch.randn(40, WIDTH)
     weight.requires_grad_()
     ids, mask = torch.randint(40, (3, 5)), torch.rand(3, 5) > 0.3
@@ -84,14 +85,17 @@ def test_a_loss_with_a_teacher_is_the_loss_and_its_divergence(backend, form, obj
     teacher = Teacher.from_hidden(
         torch.randn(3, 5, 9), torch.randn(40, 9), beta=1.0 if alone else beta
     )
-    beside = {}
+    sets = KeptTokens.from_lists([torch.randperm(40)[: 4 * (n % 4)].tolist() for n in range(15)])
+    beside, sets = {}, sets if kept else None
     if not alone:
         beside["old_logprobs"] = sampled + 0.1 * torch.randn(3, 5)
     if objective.kl_coef and not objective.has_exact_kl:
         beside["ref_logprobs"] = sampled + 0.1 * torch.randn(3, 5)
     given = (ids, None if alone else torch.randn(3), mask)
     options = {"teacher": teacher, "objective": objective, "backend": backend, **beside}
-    if form == "logits":
+    options["kept"] = sets
+    if form != "hidden":
+        options["inplace"] = form == "in place"
         result = fastrl.logits_policy_loss(hidden @ weight.T, *given, **options)
     else:
         result = fastrl.linear_policy_loss(hidden, weight, *given, chunk_tokens=4, **options)
@@ -108,6 +112,7 @@ def test_a_loss_with_a_teacher_is_the_loss_and_its_divergence(backend, form, obj
         outputs=("logprobs", "entropy", "divergence", "teacher_entropy", "agrees"),
         mask=mask,
         teacher=teacher,
+        kept=sets,
         backend=backend,
     )
     plain = dataclasses.replace(objective, teacher_coef=0.0)

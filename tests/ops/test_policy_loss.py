@@ -1,8 +1,9 @@
 """The policy loss on policy, at its extremes, and known failures of others.
 
-Values are in test_values.py, options of the objective in objectives/.
+Values, also of every option of the objective, are in test_values.py.
 """
 
+import dataclasses
 import math
 
 import pytest
@@ -131,3 +132,10 @@ def test_what_is_no_log_probability_is_refused(name):
     for accepted in (usual, one_below, 0 * usual + 0.05):
         loss(accepted)
     loss(-usual, few)
+
+
+def test_an_objective_is_frozen_and_equal_by_value():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Objective().clip_low = 0.1
+    assert Objective.preset("ppo", clip_low=0.3) == Objective(clip_low=0.3)
+    assert dataclasses.replace(Objective(), kl_coef=0.1).kl_coef == 0.1

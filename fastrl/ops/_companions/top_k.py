@@ -101,7 +101,7 @@ class TopKRows:
             slopes = self._of_others(of_events[..., -1], tail - logsumexp, stats.entropy, slopes)
             stats = self._events.others.of_softmax()
             rows = rows.among(rows.active & (tail != float("-inf")))  # else there is no softmax
-        values = values * rows.exponent_slopes(self._events.logits.to(values.dtype))
+        values = values * self._rows.exponent_slopes(self._events.logits.to(values.dtype))
         target = gradient_of(self._logits[0], narrow=narrow)[None]
         if all(slope is None for slope in slopes):
             target.zero_()

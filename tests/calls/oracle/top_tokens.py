@@ -8,7 +8,7 @@ import dataclasses
 
 import numpy as np
 
-from .bounded import FORMATS, Bounded
+from .bounded import FORMATS, Bounded, Decision
 from .divergence import Divergence
 from .rows import Head, Rows
 
@@ -68,6 +68,17 @@ class TopTokens:
     def divergence(self) -> Bounded:
         """Return the divergences `[N]`."""
         return self.events.divergence()
+
+    def agrees(self) -> Decision:
+        """Return whether a token that is the teacher's most likely is the student's."""
+        s, row = self.student, np.arange(self.student.n)[:, None]
+        known = self.logprobs == self.logprobs.max(1, keepdims=True)
+        top = s.z.max(1, keepdims=True)
+        of_top = np.where(s.z == top, s.z_error, 0.0).max(1, keepdims=True)
+        largest = (s.x == s.x.max(1, keepdims=True))[row, self.ids]
+        maybe = (s.z + s.z_error >= top - of_top)[row, self.ids]
+        yes = (known & largest).any(1)
+        return Decision(yes, (known & maybe).any(1) & ~yes | self.events.undefined)
 
     def gradient(self, upstream: np.ndarray) -> Bounded:
         """Return dL/dx of the student for dL/ddivergence `[N]`."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fastrl
-from fastrl import KeptTokens, RolloutCorrection, Teacher, TopKLogprobs
+from fastrl import KeptTokens, Teacher, TopKLogprobs
 from tests.ops.centering.centered_losses import (
     WEIGHTS,
     B,
@@ -19,7 +19,6 @@ from tests.ops.centering.centered_losses import (
     factors,
     without,
 )
-from tests.ops.closeness import assert_same
 from tests.ops.linear.tensor_cores import multiply_as_on_a_gpu
 
 pytestmark = pytest.mark.kernels
@@ -145,26 +144,6 @@ def test_rows_without_tokens_are_as_without_centering(backend):
     every = outcome(logits, backend, **given, rollout_top_k=top)
     assert every["centering_mass"] == every["head_kl"] == 0
     torch.testing.assert_close(every["loss"], plain["loss"], rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("teacher", [False, True])
-@pytest.mark.parametrize("sequences", [False, True])
-def test_garbage_in_masked_rows_is_inert(backend, sequences, teacher):
-    """In one pass over the rows and in two."""
-    corrections = [*WEIGHTS["truncated"]]
-    if sequences:
-        corrections.append(RolloutCorrection(kind="filter", level="sequence", high=1e9))
-    o = centered("ppo", *corrections, teacher_coef=0.5 * teacher)
-    logits, given, top, _ = drawn(o)
-    if teacher:
-        given["teacher"] = Teacher.from_logits(torch.randn(B, T, V))
-    clean = outcome(logits, backend, **given, rollout_top_k=top)
-    masked = ~given["mask"]
-    logits[masked] = torch.nan
-    top.token_ids[masked] = torch.tensor([V + 5, 3, 3, -7, 2**40])
-    top.logprobs[masked] = torch.tensor([torch.nan, torch.inf, 9.0, -1.0, 0.0])
-    given["rollout_logprobs"][masked] = torch.nan
-    assert_same(outcome(logits, backend, **given, rollout_top_k=top), clean)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -117,7 +117,7 @@ class SplitTrial(Trial):
 
 def in_small_chunks(V):
     """Give this process chunks of a few rows, of which ranks with other columns would have more."""
-    given._COPY_BYTES = (16 * 2 * 4 * V,) * 2
+    given._COPY_BYTES = (2 * 2 * 4 * V,) * 2
     order._CPU_CHUNK_BYTES = order._GPU_CHUNK_BYTES = 20 * 4 * V
     kept_products._CHUNK_BYTES = (2048, 2048)
 

@@ -4,30 +4,13 @@ import pytest
 import torch
 
 import fastrl
-from fastrl import KeptTokens, Objective, Teacher
+from fastrl import KeptTokens, Teacher
 from fastrl.ops._head import kept_products
 from fastrl.ops._head.projection import Projection
 from tests.ops.test_kept_tokens import sets_of
 
 pytestmark = pytest.mark.kernels
 B, T, V, WIDTH = 3, 5, 60, 8
-OUTPUTS = fastrl.TokenStats._fields
-LOSSES = {
-    "every term": Objective(teacher_coef=0.7, kl_coef=0.1, entropy_coef=0.01),
-    "exact": Objective(kl_estimator="exact", kl_coef=0.2),
-    "sequence level": Objective.preset("gspo", teacher_coef=0.7),
-}
-
-
-def excluding(kept, token_ids):
-    """A bias `[B, T, V]` of -inf for the tokens that are not in a set, else 0."""
-    bias = torch.zeros(token_ids.numel(), V, dtype=torch.float64)
-    sets = kept.token_ids.split(kept.counts().tolist())
-    for row, tokens, own in zip(bias, sets, token_ids.flatten(), strict=True):
-        if len(tokens):
-            row[:] = -torch.inf
-            row[tokens.long()] = row[own] = 0.0
-    return bias.view(B, T, V)
 
 
 def drawn(count, dtype=torch.float32):
@@ -37,56 +20,6 @@ def drawn(count, dtype=torch.float32):
     teacher = [torch.randn(B, T, 5).to(dtype), torch.randn(V, 5).to(dtype)]
     ids = torch.randint(V, (B, T))
     return student, teacher, ids, sets_of(count, ids.flatten(), V)
-
-
-def given_teacher(kind, teacher, beta):
-    if kind == "hidden":
-        return Teacher.from_hidden(*teacher, beta=beta, temperature=0.8)
-    return Teacher.from_logits((teacher[0] @ teacher[1].T).detach(), beta=beta, temperature=0.8)
-
-
-def truth_of(student, teacher, kind, beta, outside):
-    """Logits of the student in float64 that depend on its leaves, and a teacher; both excluded."""
-    exact = [x.detach().double().requires_grad_() for x in student]
-    logits = teacher[0] @ teacher[1].T if kind == "logits" else None
-    wide = teacher[0].double() @ teacher[1].double().T if logits is None else logits.double()
-    of_teacher = Teacher.from_logits(wide + outside, beta=beta, temperature=0.8)
-    return exact, exact[0] @ exact[1].T + outside, of_teacher
-
-
-def assert_near(found, wanted, bound=5e-5):
-    assert (found.double() - wanted).abs().max() <= bound * wanted.abs().max().clamp(min=1e-3)
-
-
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("kind", ["hidden", "logits"])
-@pytest.mark.parametrize("form", ["logits", "hidden"])
-def test_a_loss(backend, form, kind, name, inplace):
-    if inplace and form == "hidden":
-        pytest.skip("a function of logits has the option")
-    student, teacher, ids, kept = drawn(None)
-    leaves = [x.requires_grad_() for x in student]
-    tokens = {"token_ids": ids, "advantages": torch.randn(B), "mask": torch.rand(B, T) > 0.2}
-    old = fastrl.token_logprobs((leaves[0] @ leaves[1].T).detach(), ids, kept=kept)
-    tokens |= {"old_logprobs": old + 0.1 * torch.randn(B, T), "objective": LOSSES[name]}
-    if LOSSES[name].kl_coef and not LOSSES[name].has_exact_kl:
-        tokens["ref_logprobs"] = old + 0.1 * torch.randn(B, T)
-    given = {"kept": kept, "teacher": given_teacher(kind, teacher, 1.0), "backend": backend}
-    if form == "logits":
-        logits = leaves[0] @ leaves[1].T
-        result = fastrl.logits_policy_loss(logits, inplace=inplace, **tokens, **given)
-    else:
-        result = fastrl.linear_policy_loss(*leaves, chunk_tokens=4, **tokens, **given)
-    exact, logits, of_teacher = truth_of(student, teacher, kind, 1.0, excluding(kept, ids))
-    truth = fastrl.logits_policy_loss(logits, teacher=of_teacher, backend="reference", **tokens)
-    torch.testing.assert_close(result.loss.double(), truth.loss, rtol=2e-5, atol=1e-6)
-    vectors = result.metrics.vector.double(), truth.metrics.vector
-    torch.testing.assert_close(*vectors, rtol=5e-5, atol=5e-6)
-    for one in (result, truth):
-        (2 * one.loss).backward()
-    for x, y in zip(leaves, exact, strict=True):
-        assert_near(x.grad, y.grad)
 
 
 @pytest.mark.parametrize("form", ["logits", "hidden"])

@@ -1,14 +1,14 @@
-"""Every field of `Objective`: its effect on the loss, and that it is never silently ignored."""
+"""Rows of the table for every field of an objective: from log-probabilities, logits, hidden states.
 
-import dataclasses
-import math
+Log-probabilities may be exactly on bounds.
+"""
 
-import pytest
+from math import inf
 
-from fastrl import Objective
-from tests.calls.combined import assert_values, each
+from .combined import each
+from .row_options import Table
 
-pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("poisoned_memory")]
+ROWS = Table()
 
 CORRECTIONS = [
     {"kind": kind, "level": level, "low": 0.7, "high": 1.3}
@@ -73,7 +73,7 @@ OPTIONS = [
             {"log_ratio_clamp": (-0.1, 0.05), "entropy_coef": 0.1},
         )
     ),
-    *({"log_ratio_clamp": bounds} for bounds in ((-0.1, 0.3), (-math.inf, 0.1), (-0.2, math.inf))),
+    *({"log_ratio_clamp": bounds} for bounds in ((-0.1, 0.3), (-inf, 0.1), (-0.2, inf))),
     {"level": "sequence", "log_ratio_clamp": (-0.02, 10)},
     {"surrogate": "gmpo", "level": "sequence", "log_ratio_clamp": (-0.1, 0.2)},
     *(
@@ -105,7 +105,7 @@ OPTIONS = [
     *({"rollout_correction": [c], "entropy_coef": 0.2, "kl_coef": 0.1} for c in CORRECTIONS),
     *({"rollout_correction": [c], "kl_coef": 0.1, "rollout_weighs": "policy"} for c in CORRECTIONS),
     {"rollout_correction": [CORRECTIONS[-1], CORRECTIONS[0]], "kl_coef": 0.2},
-    {"rollout_correction": [CORRECTIONS[1], {"high": math.inf}], "rollout_weighs": "policy"},
+    {"rollout_correction": [CORRECTIONS[1], {"high": inf}], "rollout_weighs": "policy"},
     *({"off_policy_threshold": bound, "kl_coef": 0.2} for bound in (0.0, 0.1)),
     {"off_policy_threshold": -0.05, "rollout_correction": CORRECTIONS[:1], "level": "sequence"},
     *({"rollout_correction": [one], "kl_coef": 0.1} for one in REJECTIONS),
@@ -156,27 +156,18 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("half", [0, 1])
-@pytest.mark.parametrize("layout", ["padded", "cut"])
-@pytest.mark.parametrize("function", FORMS)
-def test_every_option_is_exact(backend, function, layout, half):
-    """From log-probabilities, which may be exactly on bounds, from logits and hidden states."""
+for function, inputs in FORMS.items():
     distances = ["near", "bounds"] if function == "policy_loss" else ["near"]
-    assert_values(
-        backend,
-        function,
-        some=8 if function == "policy_loss" or backend != "triton" else 4,
-        **FORMS[function],
-        sequences=4,
-        tokens=6,
-        mask="without-first",
-        layout=layout,
-        also=[one for fields in OPTIONS[half::2] for one in with_inputs(fields, distances)],
-    )
-
-
-def test_an_objective_is_frozen_and_equal_by_value():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Objective().clip_low = 0.1
-    assert Objective.preset("ppo", clip_low=0.3) == Objective(clip_low=0.3)
-    assert dataclasses.replace(Objective(), kl_coef=0.1).kl_coef == 0.1
+    for layout in ("padded", "cut"):
+        for half in range(2):  # of a length that a test may have
+            ROWS.row(
+                function,
+                f"options, {layout} {half}",
+                **inputs,
+                sequences=4,
+                tokens=6,
+                mask="without-first",
+                layout=layout,
+                some=8 if function == "policy_loss" else 4,
+                also=[one for x in OPTIONS[half::2] for one in with_inputs(x, distances)],
+            )
