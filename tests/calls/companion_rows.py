@@ -1,4 +1,4 @@
-"""Rows of the table for what is beside rows of logits: tokens of a sampler, a teacher."""
+"""Rows of the table for what is beside rows of logits: tokens of a sampler, a teacher, kept tokens."""
 
 from math import inf
 
@@ -12,6 +12,7 @@ from .row_options import (
     MASKS,
     SEEDS,
     STATISTICS,
+    STATS,
     TOKENS,
     Table,
 )
@@ -213,3 +214,18 @@ for which, options in (
     of_hidden = {**BESIDE_A_TEACHER, **options, **IGNORED, "vocabulary": 77, "hidden": 8}
     of_hidden |= {"chunk_tokens": [None, 2], "compact": [True, False], "logit_softcap": None}
     row("linear_token_stats", f"beside {which}", **of_hidden)
+
+# --- kept tokens
+
+KEPT = {"kept": ["one", "few", "ragged", "all"], "masked_values": "nan", "mask": "holes"}
+KEPT |= {
+    **SEEDS,
+    "features": [(), ("ignored",)],
+    "ignore_index": [-100, 0],
+    **STATS,
+    "sequences": 2,
+}
+OF_HEAD = {"hidden": 24, "bias": [True, False], "chunk_tokens": [None, 4], "weight_dtype": "like"}
+OF_HEAD |= {"token_layout": ["contiguous", "transposed"]}
+row("token_stats", "kept tokens", **KEPT, tokens=9, vocabulary=400, spread=1.5, dtype=DTYPES)
+row("linear_token_stats", "kept tokens", **KEPT, **OF_HEAD, tokens=9, vocabulary=400, dtype=FLOATS)

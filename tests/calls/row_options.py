@@ -18,6 +18,7 @@ LAYOUTS = ["contiguous", "odd", "sliced", "transposed", "strided"]
 STATISTICS = ("logprobs", "entropy", "logsumexp", "sum_sq_probs", "is_top1")
 #: Vocabularies of models that `fastrl bench` measures.
 GPT2, QWEN3 = (MODELS[name].vocabulary for name in ("gpt2", "qwen3-0.6b"))
+STATS = {"outputs": STATISTICS, "upstream": "random"}
 SIZE = {"sequences": 5, "tokens": 7}
 TOKENS = {**SIZE, "masked_values": "nan"}
 BY = ["token", "sequence"]

@@ -26,6 +26,7 @@ from .row_options import (
     SEEDS,
     SIZE,
     STATISTICS,
+    STATS,
     TOKENS,
     Table,
 )
@@ -314,7 +315,6 @@ UNUSUAL += ["inf-some", "inf-chosen", "inf-but-chosen", "inf-block", "inf-first-
 SCALED = {"spread": 20.0, "logit_scale": 0.25, "logit_softcap": [None, 30.0]}
 HEATS = [0.6, "0-d", "per-token", "per-sequence", "per-sequence-column"]
 UPSTREAM = ["random", "first", "some-zero", "strided", "expanded", "nan", "large"]
-STATS = {"outputs": STATISTICS, "upstream": "random"}
 row(
     "token_stats",
     **STATS,
@@ -390,18 +390,5 @@ row(
     compact=[True, False],
     chunk_tokens=[1, 7, 64, None],
 )
-
-KEPT = {"kept": ["one", "few", "ragged", "all"], "masked_values": "nan", "mask": "holes"}
-KEPT |= {
-    **SEEDS,
-    "features": [(), ("ignored",)],
-    "ignore_index": [-100, 0],
-    **STATS,
-    "sequences": 2,
-}
-OF_HEAD = {"hidden": 24, "bias": [True, False], "chunk_tokens": [None, 4], "weight_dtype": "like"}
-OF_HEAD |= {"token_layout": ["contiguous", "transposed"]}
-row("token_stats", "kept tokens", **KEPT, tokens=9, vocabulary=400, spread=1.5, dtype=DTYPES)
-row("linear_token_stats", "kept tokens", **KEPT, **OF_HEAD, tokens=9, vocabulary=400, dtype=FLOATS)
 
 ROWS |= companion_rows.ROWS | objective_rows.ROWS
