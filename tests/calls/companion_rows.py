@@ -1,4 +1,4 @@
-"""Rows of the table for what is beside rows of logits: tokens of a sampler, a teacher, kept tokens."""
+"""Rows of the table for what is beside rows of logits: a sampler, a teacher, kept tokens."""
 
 from math import inf
 
