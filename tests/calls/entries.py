@@ -327,7 +327,8 @@ def losses(function, names, words="", **options):
         fields = {**fields, "teacher_coef": 0.7} if "kind" in options else fields
         by_batch = known["top_entropy_quantile"] < 1 or name == "m2po"
         add = entry if function in ("policy_loss", "clipped_tokens") else of_rows
-        joins = "batch" if by_batch else "loss"
+        of_tokens = "sequences" if function == "clipped_tokens" else "loss"
+        joins = "batch" if by_batch else of_tokens
         add(f"{function} {name}{words}", function, joins, fields=fields, **given, **options)
 
 

@@ -161,7 +161,9 @@ row("policy_loss", "rejected", **OF_LOGPROBS, **OFF, rollout=["bounds", "far"], 
 row("policy_loss", "regions", **OF_LOGPROBS, **OFF, old=["bounds", "near", "huge"], fields=REGIONS)
 row("policy_loss", "packed", **PACKED, advantages=BY)
 row("clipped_tokens", **CLIPPED, advantages=BY)
-row("clipped_tokens", "packed", **PACKED, fields=[{}, {"dual_clip": 3.0}])
+row("clipped_tokens", "packed", **PACKED)
+DUAL = {"objective": ["grpo", "gspo"], "fields": {"dual_clip": 3.0}}
+row("clipped_tokens", "dual clip", **{**PACKED, **DUAL}, advantages=BY)
 
 #: Log-ratios of up to +-200, all kinks, and slopes whose parts of size e^x cancel.
 EXTREMES = [
