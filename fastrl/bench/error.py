@@ -196,7 +196,8 @@ def largest(answer: Any, found: list[Tensor], truth: list[Tensor], sizes: list[T
     if not all(one.isfinite() for tensor in answer for one in tensor.aminmax()):
         return torch.nan
     triples = zip(found, truth, sizes, strict=True)
-    return max(float(((one.double() - exact).abs() / size).max()) for one, exact, size in triples)
+    errors = [((one.double() - exact).abs() / size).max() for one, exact, size in triples]
+    return float(torch.stack(errors).max())  # NaN if one is
 
 
 def _columns(inputs: Inputs) -> Tensor:

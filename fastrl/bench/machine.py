@@ -105,4 +105,5 @@ def ceilings(device: torch.device, *, tiny: bool) -> dict[str, float]:
 def _median(call: Callable[[], object]) -> float:
     threads = torch.get_num_threads()
     timer = Timer("call()", globals={"call": call}, num_threads=threads)
-    return timer.blocked_autorange().median
+    least = 7 * timer.timeit(2).median  # the first two are for warming up
+    return timer.blocked_autorange(min_run_time=max(0.2, least)).median

@@ -116,29 +116,35 @@ class Run:
         """Take over what the folder has."""
         if not (self.out / "results.json").exists():
             return
-        before = json.loads((self.out / "results.json").read_text())
-        mine = _conditions(self.about)
-        for name, value in _conditions(before).items():
+        try:
+            before = json.loads((self.out / "results.json").read_text())
+            theirs, mine = _conditions(before), _conditions(self.about)
+            self.ceilings, self.lost = before[CEILINGS], before["lost"]
+            self.failed = {name: why for name, why in before["not_run"].items() if why != LATE}
+            for case in before["cases"]:
+                late = any(row["failure"] == LATE for row in case["providers"])
+                (self.partial if late else self.found)[case["name"]] = case
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"--resume: {self.out / 'results.json'} is damaged or of another version "
+                f"({type(error).__name__}: {error}); choose another --out"
+            ) from error
+        for name, value in theirs.items():
             if value != mine.get(name, value):
                 raise ValueError(
                     f"--resume: {self.out} was measured with {name} {value!r}, "
                     f"and this run has {mine[name]!r}; choose another --out"
                 )
-        self.ceilings = before[CEILINGS]
-        self.failed = {name: why for name, why in before["not_run"].items() if why != LATE}
-        for case in before["cases"]:
-            late = any(row["failure"] == LATE for row in case["providers"])
-            (self.partial if late else self.found)[case["name"]] = case
 
     def results(self) -> Results:
         """Return what the folder has so far, also of earlier runs with other sizes.
 
         That is the content of ``results.json``: ``command``, ``date``, ``machine``, ``package``,
         ``options``, ``ceilings``, ``cases``, ``not_run`` (the names of cases without a result, and
-        why) and ``complete``.
+        why), ``lost`` (what ended a process, by case and provider) and ``complete``.
         """
         found: Results = {"complete": False, "machine": {}, **self.about, CEILINGS: self.ceilings}
-        found |= {"cases": [], "not_run": {}}
+        found |= {"cases": [], "not_run": {}, "lost": self.lost}
         for name in dict.fromkeys([*self.found, *self.failed, *self.partial, *self.names]):
             if name in self.found:
                 found["cases"].append(self.found[name])
@@ -162,7 +168,8 @@ class Run:
     def _process(self, jobs: list[str]) -> None:
         """Let a process make jobs, and find out what became of the last one."""
         call = functools.partial(work, self.settings, self.end - self.ending, jobs, self.lost)
-        job, silent, last, hung = "", True, time.monotonic() + STARTING, False
+        job, silent, hung = "", True, False
+        last = time.monotonic() + STARTING + self.silent
         with child.Process(call, self.out / "worker.log", **HEAP) as process:
             try:
                 while (entry := process.heard(min(self.end, last))) is not None:
@@ -176,7 +183,8 @@ class Run:
         if over or (self.settings.plan.hurried and hung):
             self.cut.add(job or jobs[0])
         elif silent:
-            raise RuntimeError(f"the worker process ended before its first job: {said}")
+            how = "did not start in time" if hung else "ended before its first job"
+            raise RuntimeError(f"the worker process {how}: {said}")
         elif job:  # it starts again without the provider that ended it
             provider, known = self.now[1], self.lost.setdefault(job, {})
             if provider and provider not in known:
@@ -242,7 +250,7 @@ def _conditions(found: Mapping[str, Row]) -> dict[str, str]:
         name: known[name] for name in ("fastrl", "commit", "torch") if name in known
     }
     versions["machine"] = known["device"].split(",")[0]
-    return found.get("options", {}) | versions
+    return found["options"] | versions
 
 
 def seconds(cases: Sequence[Case], plan: Plan, ceilings: Mapping[str, float]) -> float:

@@ -185,8 +185,9 @@ def clipped_tokens(
     """Return the tokens of a policy loss on which a bound of the `Objective` acts.
 
     These are the tokens that the metrics `clip_low`, `clip_high` and `clip_fraction` count (of PPO,
-    arXiv 1707.06347, those whose loss the clip changes). With `Objective.dual_clip`, and only then,
-    an upper bound acts where the advantage is negative, unless `delta` does.
+    arXiv 1707.06347, those whose loss the clip changes). Where the advantage is negative, an upper
+    bound of `ppo_clip` acts only by `Objective.dual_clip` or `delta`; those of
+    `cispo` act at any sign.
 
     Args:
         logprobs: log-probabilities of the tokens under the policy, in nats, `[B, T]` or packed
@@ -227,10 +228,14 @@ def clipped_tokens(
         for name, x in (("logprobs", tokens), ("old_logprobs", old_logprobs))
     )
     assert padded is not None
+    active = active.view_as(padded)
+    refuse_no_logprobs("logprobs", padded, active)
+    if old is not None:
+        refuse_no_logprobs("old_logprobs", old, active)
     if callable(chosen.surrogate):
         return torch.zeros_like(tokens, dtype=torch.int8)
     found = reference.clipped_tokens(
-        padded, old, constant.to(dtype), active.view_as(padded), chosen.arguments, bounds
+        padded, old, constant.to(dtype), active, chosen.arguments, bounds
     )
     return found.reshape(tokens.shape)
 

@@ -68,8 +68,8 @@ row(
     spread=[1.0, 1e-3, 100.0],
     parameters=SCALED,
 )
-OF_TRL = each(**BASELINES, convention=["trl"])
-row("group_advantages", "missing", **GROUPS, features=[("nan-rewards",)], parameters=OF_TRL)
+BY_CONVENTION = each(**BASELINES, convention=["fastrl", "trl", "verl", "openrlhf"])
+row("group_advantages", "missing", **GROUPS, features=[("nan-rewards",)], parameters=BY_CONVENTION)
 UNUSUAL_REWARDS = {**GROUPS, "dtype": DTYPES, "features": [(name,) for name in UNUSUAL]}
 row("group_advantages", "unusual rewards", **UNUSUAL_REWARDS, parameters=each(**BASELINES))
 
@@ -143,7 +143,7 @@ REGIONS = [
     {"trust_region": {"kind": kind, "high": 0.0625}, "clip_low": 1.0, "clip_high": None}
     for kind in ("tv", "kl", "m2")
 ]
-BROKEN_KLS = [{**one, "kl_gradient": name} for one in KLS for name in ("exact", "straight-through")]
+BROKEN_KLS = [{**one, "kl_gradient": name} for one in KLS for name in KL_GRADIENTS]
 BY_PROMPT = {"fields": {"aggregation": "prompt-mean"}, "groups": 1}
 NAN = ["nan-logprob", "nan-old", "nan-ref", "nan-rollout", "nan-entropy", "nan-advantages"]
 INFINITE = ["logprob-inf", "old-inf", "both-inf", "ref-inf", "ref-both-inf", "inf-advantages"]
@@ -208,7 +208,9 @@ CLAMPED += [
     if fields["kl_gradient"] == "bias-corrected" and fields["level"] != "token"
 ]
 row("policy_loss", "clamps", sequences=15, **SEEDS, fields=CLAMPED, also=FAR, some=3)
-row("logits_policy_loss", "clamps", vocabulary=5, sequences=15, **SEEDS, fields=CLAMPED, also=FAR)
+CLAMPS_OF_ROWS = {"vocabulary": 5, "sequences": 15, **SEEDS, "fields": CLAMPED, "also": FAR}
+row("logits_policy_loss", "clamps", **CLAMPS_OF_ROWS, some=3)
+row("linear_policy_loss", "clamps", **CLAMPS_OF_ROWS, hidden=4)
 
 WEIGHED = [
     {"fields": {**KL, "aggregation": name}, "normalizer": number, "groups": groups}

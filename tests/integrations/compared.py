@@ -34,8 +34,9 @@ def outcome(function, *leaves):
     return [*found, *(x.grad for x in leaves)]
 
 
-def close(a, b, bound=1e-5):
-    torch.testing.assert_close(a, b, rtol=bound, atol=bound, check_dtype=False)
+def close(a, b, rtol=1e-5, atol=None):
+    atol = rtol if atol is None else atol
+    torch.testing.assert_close(a, b, rtol=rtol, atol=atol, check_dtype=False)
 
 
 def equal(a, b):

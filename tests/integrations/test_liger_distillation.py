@@ -53,7 +53,8 @@ def outcome(loss_function, data, *, biases=True):
 
 
 def compare(theirs, options, data, **more):
-    close(*(outcome(kind(compiled=False, **options), data, **more) for kind in (KIND, theirs)))
+    found = (outcome(kind(compiled=False, **options), data, **more) for kind in (KIND, theirs))
+    close(*found, 1e-4, 1e-6)
 
 
 WEIGHTS = {"both": (0.3, 0.9), "soft": (0.0, 1.0), "hard": (1.0, 0.0), "minus": (-0.2, 1.5)}

@@ -90,6 +90,7 @@ def test_a_token_that_its_set_lacks_is_a_member(backend):
     torch.testing.assert_close(found, torch.tensor([2.0 - torch.tensor([0.0, 2.0]).logsumexp(0)]))
     assert kept.lacking(ids).tolist() == [True]
     assert kept.lacking(torch.tensor([0])).tolist() == [False]
+    assert kept.lacking(torch.tensor([-1])).tolist() == [False]  # of a row that does not count
 
 
 def test_rows_of_the_head_that_nobody_kept_have_no_effect(backend):

@@ -1,6 +1,7 @@
 """Code and commands in the documents run; what a stranger sees first."""
 
 import ast
+import importlib
 import importlib.util
 import inspect
 import re
@@ -107,6 +108,9 @@ def test_the_training_page_names_options_that_exist():
     words = {word for code in texts if code.startswith("--") for word in code.split()}
     options = {"--" + word[2:].replace("-", "_") for word in words if word[:2] == "--"}
     assert options - known <= {"--help"}
+    for name in re.findall(r"fastrl[.]train[.][\w.]+(?=\()", " ".join(texts)):
+        module, _, function = name.rpartition(".")
+        assert callable(getattr(importlib.import_module(module), function)), name
 
 
 def test_every_public_function_is_in_the_table_of_functions():

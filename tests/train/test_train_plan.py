@@ -105,7 +105,7 @@ BITS = {**ON, "optimizer": "adamw_8bit", "freeze_head": True}
 Q8 = {"vocab_size": 8000, "num_hidden_layers": 8}
 Q151 = {"vocab_size": 151936, "tie_word_embeddings": True}
 L32 = {"kind": "llama", "vocab_size": 32000, "tie_word_embeddings": True}
-# by bench/train_memory.py: MB, prompts, completions of each, their tokens, sizes, settings
+# by bench/studies/train_memory.py: MB, prompts, completions of each, their tokens, sizes, settings
 MEASURED = {
     "rows-of-1k": (93, (2, 8, 64, 448), Q8, ROWS),
     "8-bit-freeze-head": (84, (1, 4, 64, 448), Q8, BITS),

@@ -82,7 +82,10 @@ def watch(monkeypatch, loop):
         mask[::2, 1] &= rollout.mask[::2].sum(1) < 3  # the others' second token is of a tool
         noise = torch.randn(mask.shape, generator=torch.Generator().manual_seed(1))
         logprobs = (rollout.logprobs + 0.7 * noise).where(mask, 0.0)  # not quite the policy's
-        seen.rollouts.append(rollout._replace(mask=mask, logprobs=logprobs))
+        top = rollout.top_logprobs
+        top = top and top._replace(logprobs=top.logprobs - 0.5 * noise.abs()[..., None])
+        changed = {"mask": mask, "logprobs": logprobs, "top_logprobs": top}
+        seen.rollouts.append(rollout._replace(**changed))
         return seen.rollouts[-1], texts
 
     def apply(optimizer, config, step):

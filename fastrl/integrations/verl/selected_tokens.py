@@ -80,7 +80,10 @@ def clip_cov(batch: Batch, mode: str, config: Any) -> Result:
     )
     unbounded = {"dual_clip": None, "log_ratio_clamp": None}
     loss = policy_term("ppo", batch, mode, config, **clip_bounds(config), **unbounded)
-    mask, current, (clipped, _) = batch.mask, batch.log_prob.detach(), loss.clipped(batch)
+    mask, current, (low, high) = batch.mask, batch.log_prob.detach(), bounds(config)
+    # rounded as in verl: one other token would change the whole draw
+    ratio = batch.log_ratio().exp()
+    clipped = -batch.advantages * ratio.clamp(1 - low, 1 + high) > -batch.advantages * ratio
     covariance = (batch.advantages - masked_mean(batch.advantages, mask)) * (
         current - masked_mean(current, mask)
     )

@@ -82,13 +82,6 @@ def policy_loss(
     score: Centering | None = None,
 ) -> Loss:
     """Return the expected results."""
-    ratio = log_ratio(tokens, fields)
-    if fields["surrogate"] == "gmpo":
-        ratio, term = geometric_ratio(tokens, ratio, fields)
-    else:
-        term = _term(tokens, ratio, fields, function)
-    doubts.add("clip", (term.low | term.high).doubtful)
-    doubts.add("log ratio bound", ratio.stuck.doubtful)
     importance = rollout_weights(tokens, fields, doubts)
     of_policy, gamma = importance, None
     if fields["gamma_weights"] is not None:
@@ -102,12 +95,19 @@ def policy_loss(
         if dropped is not None
     ]
     weight = _weight(weights.policy, (of_policy, gamma, tokens.policy_weights), drops)
+    ratio, counted = log_ratio(tokens, fields), _finite_advantages(tokens, weight)
+    if fields["surrogate"] == "gmpo":
+        ratio, term = geometric_ratio(counted, ratio, fields)
+    else:
+        term = _term(counted, ratio, fields, function)
+    doubts.add("clip", (term.low | term.high).doubtful)
+    doubts.add("log ratio bound", ratio.stuck.doubtful)
     policy = _times(weight, _finite_where_weightless(weight, term.value), doubts)
     through, own = (_times(weight, part, doubts) for part in (term.through, term.own))
-    infinite = np.isinf(tokens.advantages.value)
+    infinite = np.isinf(counted.advantages.value)
     doubts.add("unspecified: an infinite advantage", infinite)
     # the factors may be multiplied in any order, and overflow before one of them makes them small
-    factors = np.abs(weight.value * tokens.advantages.value) * np.exp(np.maximum(ratio.x.value, 0))
+    factors = np.abs(weight.value * counted.advantages.value) * np.exp(np.maximum(ratio.x.value, 0))
     infinite = infinite | (factors > weight.arithmetic.largest)
     policy, through, own = (unbounded(part, infinite) for part in (policy, through, own))
     slope = _slope(tokens, ratio, through, own)
@@ -125,8 +125,9 @@ def policy_loss(
         score_factor = _finite_where_weightless(common, common * tokens.advantages)
         part = score_factor * score.term
         idle = (score_factor.value == 0) & (score_factor.error == 0)
-        of_score = unbounded(where(idle, zeros(part), part), infinite).sum()
-        score_factor = unbounded(score_factor, infinite)
+        unknown = infinite | np.isinf(tokens.advantages.value)
+        of_score = unbounded(where(idle, zeros(part), part), unknown).sum()
+        score_factor = unbounded(score_factor, unknown)
         loss = loss + of_score
     kl = None
     if tokens.ref is not None:
@@ -184,6 +185,14 @@ def _times(weight: Bounded, x: Bounded, doubts: Doubts) -> Bounded:
     lost = lost | (x.value == 0) & ~np.isfinite(weight.value)
     doubts.add("unspecified: 0 times infinity or NaN", lost)
     return Bounded(product.value, np.where(lost, np.inf, product.error), product.arithmetic)
+
+
+def _finite_advantages(tokens: Tokens, weight: Bounded) -> Tokens:
+    """A weight of 0 drops an infinite advantage."""
+    x = tokens.advantages
+    dropped = (weight.value == 0) & (weight.error == 0) & np.isinf(x.value)
+    value, error = np.where(dropped, np.sign(x.value), x.value), np.where(dropped, 0, x.error)
+    return dataclasses.replace(tokens, advantages=Bounded(value, error, x.arithmetic))
 
 
 def _finite_where_weightless(weight: Bounded, x: Bounded) -> Bounded:
@@ -269,7 +278,8 @@ def _metrics(
     metrics["active_tokens"] = Bounded(float(n), 0.0, r.arithmetic)
     for name, extreme in (("ratio_max", np.max), ("ratio_min", np.min)):
         value = extreme(r.value) if n else 0.0
-        metrics[name] = Bounded(value, r.error.max() if n else 0.0, r.arithmetic)
+        ends = [extreme(r.value + sign * r.error) if n else 0.0 for sign in (-1, 1)]
+        metrics[name] = Bounded(value, np.abs(ends - value).max(), r.arithmetic)
     return metrics
 
 

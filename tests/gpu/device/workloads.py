@@ -113,6 +113,12 @@ PRECISIONS = {
     "fp32": {},
     "bf16 states, fp32 weights": {"dtype": "bfloat16", "weight_dtype": "float32"},
     "fp32 under bf16": {"autocast": "bfloat16"},
+    "fp32 weights under bf16": {
+        "dtype": "bfloat16",
+        "weight_dtype": "float32",
+        "autocast": "bfloat16",
+    },
+    "fp32 under fp16": {"autocast": "float16"},
     "fp32 weights under fp16": {
         "dtype": "float16",
         "weight_dtype": "float32",

@@ -191,7 +191,7 @@ def set_all(monkeypatch, trainer, changes):
             monkeypatch.setattr(owner, name, value, raising=False)
 
 
-@pytest.mark.parametrize("row", bad_rows())
+@pytest.mark.parametrize("row", [*bad_rows()])
 def test_what_is_refused(row, trainers, monkeypatch):
     """Without the arguments that are refused the trainer runs on, and says the same of itself."""
     call, sentence = row.split(" -> ")
@@ -223,6 +223,12 @@ def test_every_trainer_has_a_kind():
     """Except one that needs a GPU, of which test_fused_models.py computes a loss."""
     names = [row.name.removesuffix("Trainer") for row in TRAINERS]
     assert set(names) - KINDS.keys() == {"AsyncGRPO"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_fused_may_be_asked_for(kind, trainers):
+    with use_fastrl(trainers(kind), fused=KINDS[kind].fused) as handle:
+        assert handle.fused == KINDS[kind].fused
 
 
 @pytest.mark.parametrize("row", TRAINERS, ids=lambda row: row.name)
