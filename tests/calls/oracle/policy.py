@@ -100,6 +100,9 @@ def policy_loss(
         ratio, term = geometric_ratio(counted, ratio, fields)
     else:
         term = _term(counted, ratio, fields, function)
+    dropped = np.isinf(tokens.advantages.value)  # unspecified: whether its clip counts
+    low, high = (Decision(one.yes, one.doubtful | dropped) for one in (term.low, term.high))
+    term = dataclasses.replace(term, low=low, high=high)
     doubts.add("clip", (term.low | term.high).doubtful)
     doubts.add("log ratio bound", ratio.stuck.doubtful)
     policy = _times(weight, _finite_where_weightless(weight, term.value), doubts)
