@@ -282,7 +282,7 @@ def _metrics(
     for name, extreme in (("ratio_max", np.max), ("ratio_min", np.min)):
         value = extreme(r.value) if n else 0.0
         ends = [extreme(r.value + sign * r.error) if n else 0.0 for sign in (-1, 1)]
-        metrics[name] = Bounded(value, np.abs(ends - value).max(), r.arithmetic)
+        metrics[name] = Bounded(value, np.abs(np.subtract(ends, value)).max(), r.arithmetic)
     return metrics
 
 

@@ -28,7 +28,10 @@ OPTIONS = {"GRPO": TWICE, "SFT": PAIRS, "DPO": PAIRS}
 @pytest.mark.parametrize(("kind", "name"), ROWS)
 def test_steps_are_equal(kind, name, tmp_path):
     """Of GRPO also under autocast."""
-    path = save_model(tmp_path / "model", name, **MODELS[name])
+    changes = dict(MODELS[name])
+    if kind == "GRPO":  # which asks for the loss of experts itself; generation cannot compute it
+        changes.pop("output_router_logits", None)
+    path = save_model(tmp_path / "model", name, **changes)
     options = {"max_steps": 1, "learning_rate": 0.05, **OPTIONS.get(kind, {})}
     logged = "router_aux_loss_coef" in MODELS[name] and kind in OPTIONS
     options |= {"gradient_accumulation_steps": 2} if logged else {}
