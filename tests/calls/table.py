@@ -209,7 +209,7 @@ CLAMPED += [
 ]
 row("policy_loss", "clamps", sequences=15, **SEEDS, fields=CLAMPED, also=FAR, some=3)
 CLAMPS_OF_ROWS = {"vocabulary": 5, "sequences": 15, **SEEDS, "fields": CLAMPED, "also": FAR}
-row("logits_policy_loss", "clamps", **CLAMPS_OF_ROWS, some=3)
+row("logits_policy_loss", "clamps", **CLAMPS_OF_ROWS, some=2)
 row("linear_policy_loss", "clamps", **CLAMPS_OF_ROWS, hidden=4)
 
 WEIGHED = [
