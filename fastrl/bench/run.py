@@ -124,7 +124,7 @@ class Run:
             for case in before["cases"]:
                 late = any(row["failure"] == LATE for row in case["providers"])
                 (self.partial if late else self.found)[case["name"]] = case
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"--resume: {self.out / 'results.json'} is damaged or of another version "
                 f"({type(error).__name__}: {error}); choose another --out"

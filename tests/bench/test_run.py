@@ -133,6 +133,14 @@ def test_a_folder_keeps_what_other_runs_have_measured(make_run, tmp_path):
     assert kept["cases"] == [case]
 
 
+@pytest.mark.parametrize("text", ["", "{}", "[]"])
+def test_a_damaged_folder_is_refused(text, make_run, tmp_path):
+    (tmp_path / "results.json").write_text(text)
+    with pytest.raises(ValueError, match=r"--resume: .*results.json is damaged or of another"):
+        make_run().main(resume=True)
+    assert (tmp_path / "results.json").read_text() == text
+
+
 def test_what_a_case_held_is_freed_before_the_next(monkeypatch):
     sizes = tuple(size for size in SELECTIONS["smoke"] if size.op == "token_logprobs")
     one = Settings(sizes, ("forward", "both"), "cpu", Plan(1, 1, 1, 0.1), ("cpu",), (), tiny=True)
