@@ -84,6 +84,20 @@ def test_no_log_ratio_makes_a_loss_infinite(name, kind):
         assert gradient.isfinite().all()
 
 
+def test_clip_cov_draws_by_the_ratio_in_the_dtype_of_its_inputs():
+    """All tokens that are not clipped are drawn; in float32 they would be others."""
+    options = {"clip_cov_ratio": 1.0, "clip_cov_lb": -99.0, "clip_cov_ub": 99.0}
+    config = TRANSCRIBED.config(global_batch_info={}, clip_ratio=0.2, policy_loss=options)
+    data, shares = batch(dtype=torch.bfloat16, B=20, T=20), []
+    _, metrics, _ = policy_loss(OURS, "clip_cov", data, config)
+    for dtype in (torch.bfloat16, torch.float32):
+        new, old, scores = (x.to(dtype) for x in (data.log_prob, data.old, data.advantages))
+        ratio = (new - old).exp()
+        drawn = data.mask.bool() & (ratio.clamp(0.8, 1.2) * scores >= ratio * scores)
+        shares.append(pytest.approx((drawn.sum() / data.mask.sum()).item()))
+    assert metrics["actor/pg_clipfrac"] == shares[0] != shares[1]
+
+
 @pytest.mark.parametrize("above", [2e-8, 1e-6])
 @pytest.mark.parametrize("other", [-0.7, -1e-4])  # which is dropped, and which is not
 @pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
