@@ -186,8 +186,8 @@ def clipped_tokens(
 
     These are the tokens that the metrics `clip_low`, `clip_high` and `clip_fraction` count (of PPO,
     arXiv 1707.06347, those whose loss the clip changes). Where the advantage is negative, an upper
-    bound of `ppo_clip` acts only by `Objective.dual_clip` or `delta`; those of
-    `cispo` act at any sign.
+    bound of `ppo_clip` acts only by `Objective.dual_clip` or `delta`; those of `cispo` act at any
+    sign.
 
     Args:
         logprobs: log-probabilities of the tokens under the policy, in nats, `[B, T]` or packed
