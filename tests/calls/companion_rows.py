@@ -217,8 +217,9 @@ for which, options in (
 
 # --- kept tokens
 
-KEPT = {"kept": ["one", "few", "ragged", "all"], "masked_values": "nan", "mask": "holes"}
+KEPT = {"kept": ["one", "few", "ragged", "all"], "masked_values": ["nan", None]}
 KEPT |= {
+    "mask": ["holes", "gaps"],
     **SEEDS,
     "features": [(), ("ignored",)],
     "ignore_index": [-100, 0],
