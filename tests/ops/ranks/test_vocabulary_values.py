@@ -180,3 +180,25 @@ def replicas_on_ranks():
 def test_ranks_of_two_replicas_raise():
     for text in on_ranks(4, replicas_on_ranks):
         assert "got the same values on several ranks of vocab_group" in text
+
+
+def centered_on_ranks():
+    """The gradient of a centered loss in two passes that one rank multiplies by 0."""
+    ids, mask, rank = torch.arange(6), torch.ones(6), dist.get_rank()
+    hidden, weight, advantages = torch.randn(6, 8), torch.randn(13, 8), torch.randn(6)
+    top = fastrl.TopKLogprobs(torch.tensor([[0, 7]] * 6), -torch.rand(6, 2) - 1)
+    correction = fastrl.RolloutCorrection(low=0.7, high=1.4)
+    ppo = {"score_centering": True, "rollout_correction": correction}
+    more = {"objective": fastrl.Objective.preset("ppo", **ppo), "rollout_top_k": top}
+    more["rollout_logprobs"] = -torch.rand(6) - 1
+    own, grads = columns((5, 8)), []
+    for part, split in ((weight, {}), (weight[own], {"vocab_group": dist.group.WORLD})):
+        leaf = part.clone().requires_grad_()
+        result = fastrl.linear_policy_loss(hidden, leaf, ids, advantages, mask, **more, **split)
+        (result.loss * rank).backward()
+        grads.append(leaf.grad)
+    torch.testing.assert_close(grads[1], grads[0][own], rtol=1e-5, atol=1e-6)
+
+
+def test_the_ranks_exchange_the_tokens_of_a_sampler_whichever_rows_each_loss_has():
+    on_ranks(2, centered_on_ranks)
