@@ -1,4 +1,4 @@
-"""Who is called when, and what stands beside the times: conditions, and peaks of memory."""
+"""The order in which providers are called, their times and peak memory, and the conditions."""
 
 import os
 import platform

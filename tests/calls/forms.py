@@ -22,7 +22,7 @@ def multiplied(
 ) -> tuple[np.ndarray, np.ndarray, Entering]:
     """Return what a GEMM multiplies, and what its products round.
 
-    On the kernels of GPUs operands have the dtype of autocast, else that of both if it has 16 bits.
+    Products on a GPU are in the dtype of autocast, or in that of both operands if it has 16 bits.
     """
     on_gpu = place.device.startswith("cuda") and place.on_gpu_kernels
     alike = dtypes[0] if len({*dtypes}) == 1 and dtypes[0] in ("bfloat16", "float16") else None

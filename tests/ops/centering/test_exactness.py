@@ -79,7 +79,7 @@ def test_beside_a_teacher(backend, form, kind, kept_count):
         sets = [torch.randperm(V)[:kept_count].tolist() if n % 3 else [] for n in range(B * T)]
         given["kept"] = KeptTokens.from_lists(sets)
     teacher, leaf = teacher_of(kind), logits.clone().requires_grad_()
-    head = [torch.eye(V)] * (form == "hidden")  # the gradient is that of the logits
+    head = [torch.eye(V)] * (form == "hidden")  # d hidden = d logits
     call = {**given, "teacher": teacher, "rollout_top_k": top, "backend": backend}
     function = fastrl.linear_policy_loss if head else fastrl.logits_policy_loss
     function(leaf, *head, **call).loss.backward()
